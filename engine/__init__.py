@@ -1,0 +1,1 @@
+"""The step: schedule, execute, commit, and the drivers around it."""

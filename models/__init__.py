@@ -1,0 +1,1 @@
+"""Model functions over parameter trees, and the files they come from."""

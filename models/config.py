@@ -1,0 +1,77 @@
+"""The geometry of a dense decoder, read once from a checkpoint's config.json.
+
+L layers, D hidden, F MLP width, N query heads, K key/value heads, H head size, V vocabulary.
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RopeConfig:
+    """Rotary embedding. `kind` is transformers' rope_type; the llama3 fields are unused elsewhere."""
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelConfig:
+    """One dense decoder. Frozen and hashable: it is part of every compiled function's identity."""
+
+    architecture: str
+    num_layers: int
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    max_position: int
+    norm_eps: float
+    rope: RopeConfig
+    tie_embeddings: bool
+    qkv_bias: bool
+    out_bias: bool
+    mlp_bias: bool
+
+    @property
+    def q_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        return self.num_kv_heads * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FusedLinear:
+    """One matrix product of a layer: the checkpoint's projections, stacked along the output."""
+
+    name: str  # field of the parameter tree and of the adapter rows
+    parent: str  # "self_attn" or "mlp"
+    children: tuple[str, ...]  # checkpoint names, in stacking order
+    in_features: int
+    out_sizes: tuple[int, ...]  # one for each child
+
+    @property
+    def out_features(self) -> int:
+        return sum(self.out_sizes)
+
+
+def fused_linears(config: ModelConfig) -> tuple[FusedLinear, ...]:
+    """The four linears of every layer, in execution order; adapters address their children."""
+    D, F, q, kv = config.hidden_size, config.intermediate_size, config.q_size, config.kv_size
+    rows = (
+        ("qkv", "self_attn", ("q_proj", "k_proj", "v_proj"), D, (q, kv, kv)),
+        ("out", "self_attn", ("o_proj",), q, (D,)),
+        ("gate_up", "mlp", ("gate_proj", "up_proj"), D, (F, F)),
+        ("down", "mlp", ("down_proj",), F, (D,)),
+    )
+    return tuple(
+        FusedLinear(name=n, parent=p, children=c, in_features=i, out_sizes=o)
+        for n, p, c, i, o in rows
+    )

@@ -1,0 +1,1 @@
+"""Custom ops: contract, plain-torch reference and registration, one file each."""

@@ -1,0 +1,1 @@
+"""What is true: frozen dataclasses and the pure functions that turn one into the next."""

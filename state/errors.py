@@ -1,0 +1,59 @@
+"""Typed errors. Each message names the item, the value and the limit; all are public API."""
+
+
+class PurestepError(Exception):
+    """Base of every error that purestep raises on purpose."""
+
+
+class ConfigError(PurestepError, ValueError):
+    """An engine option, or a combination of them, cannot work."""
+
+
+class RequestError(PurestepError, ValueError):
+    """A request was refused; the state it was submitted to is unchanged."""
+
+
+class UnknownRequestError(RequestError, KeyError):
+    """No live request has this id."""
+
+    __str__ = Exception.__str__  # KeyError would show the repr of the message
+
+
+class SamplingError(RequestError):
+    """A sampling parameter is out of range or contradicts another one."""
+
+
+class UnknownAdapterError(RequestError):
+    """No adapter of this name is loaded or registered."""
+
+
+class AdapterError(PurestepError, ValueError):
+    """An adapter cannot be used: its files, its tensors or its settings are at fault."""
+
+
+class CheckpointError(PurestepError, ValueError):
+    """A model checkpoint cannot be used: architecture, tensor names or shapes are at fault."""
+
+
+class SnapshotError(PurestepError, ValueError):
+    """A snapshot does not fit the program it is restored into, or is damaged."""
+
+
+class PolicyError(PurestepError, ValueError):
+    """A scheduling policy returned an inadmissible choice."""
+
+
+class DonatedStateError(PurestepError, RuntimeError):
+    """The device state was already consumed by a step."""
+
+
+class TornStateError(PurestepError, RuntimeError):
+    """A step failed after it may have overwritten memory this state counts on."""
+
+
+class ForkMemoryError(PurestepError, MemoryError):
+    """Not enough memory for a second pool."""
+
+
+class StepError(PurestepError, RuntimeError):
+    """Schedule, execute and commit were called out of order."""
