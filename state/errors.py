@@ -52,7 +52,11 @@ class TornStateError(PurestepError, RuntimeError):
 
 
 class ForkMemoryError(PurestepError, MemoryError):
-    """Not enough memory for a second pool."""
+    """Not enough memory for a second pool; `needed` and `free` are in bytes."""
+
+    def __init__(self, needed: int, free: int) -> None:
+        super().__init__(f"the fork's pool needs {needed} bytes, {free} are free")
+        self.needed, self.free = needed, free
 
 
 class StepError(PurestepError, RuntimeError):

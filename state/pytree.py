@@ -22,9 +22,9 @@ def tree(cls: type[T]) -> type[T]:
     Equality is identity: host states are compared by `digest`, tensors by their own functions.
     Validation never lives in `__post_init__`, since unflattening builds trees of non-values.
     """
-    cls = dataclasses.dataclass(
-        frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True
-    )(cls)
+    cls = dataclasses.dataclass(frozen=True, slots=True, kw_only=True, eq=False, weakref_slot=True)(
+        cls
+    )
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
     fixed = tuple(f.name for f in fields if f.metadata.get("static"))

@@ -1,0 +1,111 @@
+"""Every choice an engine makes, resolved once and then frozen."""
+
+from dataclasses import dataclass
+
+from purestep.models.config import ModelConfig
+from purestep.state.adapters import ROW_BLOCK
+from purestep.state.engine import HostState, empty_host
+from purestep.state.errors import ConfigError
+from purestep.state.plan import BatchDescriptor
+from purestep.state.request import RequestState
+from purestep.state.text import TokenTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """Complete and hashable. `load_program` makes one; `check_config` says what is allowed."""
+
+    model: ModelConfig
+    weights: str  # digest of the checkpoint
+    dtype: str  # "float32", "bfloat16" or "float16": weights, KV and adapters
+    device: str
+    block_size: int  # tokens in one KV block
+    num_blocks: int
+    max_context: int  # tokens of one request, prompt and generated
+    max_rows: int  # running requests
+    max_batched_tokens: int  # tokens computed in one step
+    max_active_adapters: int  # distinct adapters resident on the device
+    max_registered_adapters: int  # adapters kept on the host
+    lora_rows: int  # rows of device memory for adapters, shared by all
+    max_lora_rank: int
+    prefix_caching: bool
+    compile: bool
+    seed: int  # for requests that bring none
+    stop_ids: tuple[int, ...]  # the model's own end tokens
+    tokens: TokenTable | None
+    token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
+
+    @property
+    def kv_identity(self) -> str:
+        """What a cached KV block depends on beside its tokens, adapter and salt."""
+        return f"{self.weights}/{self.dtype}"
+
+
+def check_config(config: Config) -> Config:
+    """The config itself. Raises ConfigError naming the option, its value and the limit."""
+    for name in ("block_size", "num_blocks", "max_rows", "max_active_adapters", "lora_rows"):
+        if getattr(config, name) < 1:
+            raise ConfigError(f"{name}={getattr(config, name)} must be at least 1")
+    if config.max_batched_tokens < config.max_rows:
+        raise ConfigError(
+            f"max_batched_tokens={config.max_batched_tokens} must be at least "
+            f"max_rows={config.max_rows}, or a step could not decode every row"
+        )
+    if not 2 <= config.max_context <= config.model.max_position:
+        raise ConfigError(
+            f"max_context={config.max_context} must be in 2..{config.model.max_position}, "
+            "the context of the model"
+        )
+    if config.max_registered_adapters < config.max_active_adapters:
+        raise ConfigError(
+            f"max_registered_adapters={config.max_registered_adapters} must be at least "
+            f"max_active_adapters={config.max_active_adapters}"
+        )
+    if config.lora_rows % ROW_BLOCK:
+        raise ConfigError(f"lora_rows={config.lora_rows} must be a multiple of {ROW_BLOCK}")
+    if not 1 <= config.max_lora_rank <= config.lora_rows:
+        raise ConfigError(
+            f"max_lora_rank={config.max_lora_rank} must be in 1..lora_rows={config.lora_rows}"
+        )
+    if not 0 <= config.seed < 2**64:
+        raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
+    if tuple(sorted(config.token_buckets)) != config.token_buckets:
+        raise ConfigError(f"token_buckets={config.token_buckets} must ascend")
+    return config
+
+
+def initial_host(config: Config) -> HostState:
+    """The host state of an engine that has seen no request."""
+    return empty_host(
+        block_size=config.block_size,
+        num_blocks=config.num_blocks,
+        num_slots=config.max_active_adapters,
+        num_row_blocks=config.lora_rows // ROW_BLOCK,
+        max_registered=config.max_registered_adapters,
+    )
+
+
+def row_limit(config: Config, record: RequestState) -> int:
+    """The number of tokens at which a request ends with reason length."""
+    most = len(record.request.tokens) + record.request.sampling.max_tokens
+    return min(most, config.max_context)
+
+
+def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:
+    """The shape a step is padded to.
+
+    A compiled layer specialises on dimensions of size 1, so there sizes start at 2.
+    """
+    least = 2 if config.compile else 1
+    padded = next((b for b in config.token_buckets if b >= num_tokens), num_tokens)
+    return BatchDescriptor(
+        num_tokens=max(padded, least),
+        num_rows=max(num_rows, least),
+        uniform_decode=num_tokens == num_rows,
+        num_active_loras=_rounded(num_active, config.max_active_adapters),
+    )
+
+
+def _rounded(count: int, limit: int) -> int:
+    """0, or the next power of two, at most `limit`."""
+    return min(1 << (count - 1).bit_length(), limit) if count else 0

@@ -1,0 +1,91 @@
+"""A second engine state with a pool of its own, from copies of what is live."""
+
+from dataclasses import replace
+
+import torch
+
+from purestep.engine.config import Config
+from purestep.engine.platform import available_bytes
+from purestep.engine.pool import Pool, allocate_pool, claim, copy_blocks_, pool_bytes
+from purestep.engine.program import Program
+from purestep.state.blocks import BlockLedger, empty_blocks
+from purestep.state.engine import DeviceState, EngineState, HostState, quiet
+from purestep.state.errors import ConfigError, ForkMemoryError
+from purestep.state.request import frozen
+
+
+def fork(program: Program, state: EngineState, num_blocks: int | None = None) -> EngineState:
+    """A twin of `state` that can be stepped on its own; `state` stays valid.
+
+    The twin's pool holds copies of live and cached KV blocks and of resident adapters; weights are
+    shared. With `num_blocks` its pool has another size: live blocks are renumbered and the cached
+    ones left behind. Raises ForkMemoryError (bytes needed, bytes free), ConfigError when the live
+    blocks alone exceed `num_blocks`, DonatedStateError or StepError, before any change.
+    """
+    source = claim(state.device)
+    host = quiet(state.host, "fork")
+    config = state.config
+    if num_blocks is None:
+        kept = sorted({*host.blocks.refs, *host.blocks.digest_of, *(a for a, _ in host.copies)})
+        pairs = [(block, block) for block in kept]
+    else:
+        host, pairs = _renumbered(host, num_blocks)
+        config = replace(config, num_blocks=num_blocks)
+    needed, free = pool_bytes(config, config.num_blocks), _free_bytes(config)
+    if needed > free:
+        raise ForkMemoryError(needed, free)
+    pool = allocate_pool(config)
+    _copy_adapters_(source, pool)
+    copy_blocks_(source, pool, [old for old, _ in pairs], [new for _, new in pairs])
+    return replace(
+        state, config=config, host=host, device=DeviceState(pool=pool, generation=pool.generation)
+    )
+
+
+def _free_bytes(config: Config) -> int:
+    if torch.device(config.device).type == "cpu":
+        return available_bytes()
+    return torch.cuda.mem_get_info(config.device)[0]
+
+
+def _copy_adapters_(source: Pool, target: Pool) -> None:
+    for name in source.a_LSPD:
+        target.a_LSPD[name].copy_(source.a_LSPD[name])
+        target.b_LPO[name].copy_(source.b_LPO[name])
+
+
+def _renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[int, int]]]:
+    """The host state on blocks 0, 1, ... of a pool of `num_blocks`, and what to copy where.
+
+    Copies that branches still wait for are done on the way.
+    """
+    live = sorted(host.blocks.refs)
+    if len(live) > num_blocks:
+        raise ConfigError(f"fork: num_blocks={num_blocks}, but {len(live)} blocks are live")
+    place = {old: new for new, old in enumerate(live)}
+    holds = {block: block for block in live}  # whose content each block is to have
+    for origin, target in host.copies:
+        holds[target] = holds.get(origin, origin)
+    tables = tuple(frozen([place[b] for b in t.tolist()]) for t in host.rows.tables)
+    renumbered = replace(
+        host,
+        rows=replace(host.rows, tables=tables),
+        blocks=_renumbered_blocks(host.blocks, place, num_blocks),
+        copies=(),
+    )
+    return renumbered, [(holds[old], new) for old, new in place.items()]
+
+
+def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int) -> BlockLedger:
+    blocks = empty_blocks(num_blocks)
+    digests = {new: old.digest_of[b] for b, new in place.items() if b in old.digest_of}
+    first: dict[bytes, int] = {}
+    for block, digest in digests.items():
+        first.setdefault(digest, block)
+    return replace(
+        blocks,
+        refs=blocks.refs.update({new: old.refs[b] for b, new in place.items()}),
+        digest_of=blocks.digest_of.update(digests),
+        block_of=blocks.block_of.update(first),
+        fresh=len(place),
+    )

@@ -1,0 +1,93 @@
+"""The offline driver: requests in, completions out, as they finish."""
+
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
+
+import numpy as np
+from tqdm import tqdm
+
+from purestep.engine.adapters import deliver, register_adapter
+from purestep.engine.loader import Loader
+from purestep.engine.program import Program, init
+from purestep.engine.requests import submit
+from purestep.engine.step import step
+from purestep.state.engine import EngineState
+from purestep.state.errors import ConfigError, RequestError
+from purestep.state.plan import Outputs
+from purestep.state.request import Completion, FinishReason, Request, frozen
+
+
+def generate(
+    program: Program,
+    requests: Iterable[Request],
+    *,
+    adapters: Mapping[str, str | os.PathLike] | None = None,
+    window: int | None = None,
+    progress: bool = False,
+    on_step: Callable[[Outputs], None] | None = None,
+) -> Iterator[Completion]:
+    """Run requests to their end in one continuous batch, yielding each as it finishes.
+
+    `requests` may be any iterable; at most `window` requests (default: twice `max_rows`) are live
+    and one more is pulled. `adapters` maps names to PEFT folders, each read in the background when
+    the first request needs it. A request that is refused or whose adapter fails yields a Completion
+    with reason "error"; the others are unaffected. `on_step` sees every step's outputs; `progress`
+    shows a bar.
+    """
+    state = init(program)
+    for name, source in (adapters or {}).items():
+        state = register_adapter(state, source, name=name)
+    window = 2 * program.config.max_rows if window is None else window
+    if window < 1:
+        raise ConfigError(f"window={window} must be at least 1")
+    total = len(requests) if hasattr(requests, "__len__") else None
+    bar = tqdm(total=total, disable=not progress, unit="request", smoothing=0.1)
+    with Loader(program.config) as loader, closing(bar):
+        for completion in _drive(program, state, iter(requests), loader, window, on_step):
+            bar.update()
+            yield completion
+
+
+def _drive(
+    program: Program,
+    state: EngineState,
+    requests: Iterator[Request],
+    loader: Loader,
+    window: int,
+    on_step: Callable[[Outputs], None] | None,
+) -> Iterator[Completion]:
+    exhausted = False
+    while True:
+        while not exhausted and len(state.host.requests) < window:
+            request = next(requests, None)
+            if request is None:
+                exhausted = True
+                break
+            try:
+                state = submit(state, request)
+            except RequestError as error:
+                yield refused(request, error)
+        if state.host.idle:
+            return
+        state, outputs = step(program, state)
+        loader.ask(outputs.loads)
+        for event in loader.events(block=bool(outputs.waiting_for)):
+            state = deliver(state, event)
+        if on_step is not None:
+            on_step(outputs)
+        yield from outputs.finished
+
+
+def refused(request: Request, error: RequestError) -> Completion:
+    """The completion of a request that never ran."""
+    return Completion(
+        id=request.id,
+        adapter=request.adapter,
+        tokens=frozen(()),
+        logprobs=frozen((), np.float32),
+        text=None,
+        finish_reason=FinishReason.ERROR,
+        num_prompt_tokens=len(request.tokens),
+        error=str(error),
+    )

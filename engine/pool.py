@@ -1,0 +1,127 @@
+"""Device memory of one engine: KV pages and adapter rows, allocated once, written in place.
+
+The pool's generation is the one mutable integer of purestep: it tells which `DeviceState` is valid.
+L layers, P adapter rows, S slices of a fused linear, B block size, K KV heads, H head size.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from purestep.engine.config import Config
+from purestep.models.adapter_files import Adapter
+from purestep.models.config import fused_linears
+from purestep.models.decoder import AdapterRows, LayerAdapters
+from purestep.state.adapters import ROW_BLOCK, Residence
+from purestep.state.engine import DeviceState
+from purestep.state.errors import DonatedStateError, TornStateError
+from purestep.state.plan import Overwrites
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Pool:
+    """Everything a step writes. Mutable, and reached only through a `DeviceState`."""
+
+    config: Config
+    kv: tuple[Tensor, ...]  # L tensors [2, num_blocks, B, K, H], keys then values
+    a_LSPD: dict[str, Tensor]  # by fused linear
+    b_LPO: dict[str, Tensor]
+    layers: tuple[LayerAdapters, ...]  # views of the two, one a layer
+    generation: int = 0
+    consumer: str = ""  # what made the present generation
+    torn: Overwrites | None = None  # what a failed step may have destroyed
+
+
+def kv_block_bytes(config: Config) -> int:
+    """Bytes of one KV block over all layers."""
+    model, itemsize = config.model, getattr(torch, config.dtype).itemsize
+    return 2 * model.num_layers * config.block_size * model.kv_size * itemsize
+
+
+def pool_bytes(config: Config, num_blocks: int) -> int:
+    """Bytes of a pool with this many blocks."""
+    per_row = sum(
+        len(linear.out_sizes) * linear.in_features + linear.out_features
+        for linear in fused_linears(config.model)
+    )
+    itemsize = getattr(torch, config.dtype).itemsize
+    adapter_bytes = config.model.num_layers * config.lora_rows * per_row * itemsize
+    return num_blocks * kv_block_bytes(config) + adapter_bytes
+
+
+def allocate_pool(config: Config) -> Pool:
+    """A pool of zeros; on a CPU pages cost memory only once they are written."""
+    model, dtype, device = config.model, getattr(torch, config.dtype), config.device
+    L, P = model.num_layers, config.lora_rows
+    pages = (2, config.num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
+    a, b = {}, {}
+    for linear in fused_linears(model):
+        S = len(linear.out_sizes)
+        a[linear.name] = torch.zeros(L, S, P, linear.in_features, dtype=dtype, device=device)
+        b[linear.name] = torch.zeros(L, P, linear.out_features, dtype=dtype, device=device)
+    layers = tuple(
+        LayerAdapters(**{name: AdapterRows(a_SPD=a[name][i], b_PO=b[name][i]) for name in a})
+        for i in range(L)
+    )
+    kv = tuple(torch.zeros(pages, dtype=dtype, device=device) for _ in range(L))
+    return Pool(config=config, kv=kv, a_LSPD=a, b_LPO=b, layers=layers)
+
+
+def owned(device: DeviceState) -> Pool:
+    """The pool behind a handle. Raises DonatedStateError for a spent one."""
+    pool = device.pool
+    if device.generation != pool.generation:
+        raise DonatedStateError(
+            f"this state's device memory was consumed by {pool.consumer}; use the state that "
+            "call returned, or fork a state before stepping it twice"
+        )
+    return pool
+
+
+def claim(device: DeviceState) -> Pool:
+    """A pool that may be read and written. Raises DonatedStateError or TornStateError."""
+    pool = owned(device)
+    if pool.torn is not None:
+        raise TornStateError(
+            f"a failed step may have overwritten {len(pool.torn.blocks)} KV blocks and "
+            f"{len(pool.torn.adapters)} adapters that this state counts on; call recover(state)"
+        )
+    return pool
+
+
+def advance_(pool: Pool, consumer: str) -> DeviceState:
+    """Make older handles invalid and return the new one."""
+    pool.generation += 1
+    pool.consumer = consumer
+    return DeviceState(pool=pool, generation=pool.generation)
+
+
+def row_index(place: Residence) -> Tensor:
+    """The adapter rows of a residence, int64."""
+    blocks = torch.tensor(place.row_blocks)[:, None] * ROW_BLOCK
+    return (blocks + torch.arange(ROW_BLOCK)).flatten()
+
+
+def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
+    """Write an adapter's rows; linears it does not touch get zeros, so that no residue is left."""
+    rows = row_index(place).to(pool.config.device)
+    for name in pool.a_LSPD:
+        arena = adapter.arenas.get(name)
+        if arena is None:
+            pool.a_LSPD[name].index_fill_(2, rows, 0)
+            pool.b_LPO[name].index_fill_(1, rows, 0)
+        else:
+            pool.a_LSPD[name].index_copy_(2, rows, arena.a_LSRD.to(pool.config.device))
+            pool.b_LPO[name].index_copy_(1, rows, arena.b_LRO.to(pool.config.device))
+
+
+def copy_blocks_(source: Pool, target: Pool, from_blocks: list[int], to_blocks: list[int]) -> None:
+    """Copy KV blocks between pools, or within one; the two lists pair up."""
+    if not from_blocks:
+        return
+    device = target.config.device
+    take = torch.tensor(from_blocks, device=device)
+    put = torch.tensor(to_blocks, device=device)
+    for old, new in zip(source.kv, target.kv, strict=True):
+        new[:, put] = old[:, take]

@@ -1,0 +1,129 @@
+"""A program: config, weights and compiled functions. It never holds a request, an adapter or KV."""
+
+import json
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from immutables import Map
+
+from purestep.engine.config import Config, check_config, initial_host
+from purestep.engine.memory import choose_num_blocks
+from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
+from purestep.engine.pool import Pool, allocate_pool
+from purestep.engine.prepare import load_tokenizer, token_table
+from purestep.models.checkpoint import load_checkpoint, stop_ids
+from purestep.models.config import ModelConfig
+from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
+from purestep.state.engine import DeviceState, EngineState
+from purestep.state.text import TokenTable
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Program:
+    """What `step` interprets. Immutable; threads may share it, each with a state of its own."""
+
+    config: Config
+    params: Params
+    layer: LayerFn  # the decoder layer, compiled or not
+    tokenizer: Any  # a transformers tokenizer, or None
+
+
+def load_program(path: str | os.PathLike, **options: Any) -> Program:
+    """Load a Hugging Face checkpoint folder; `options` are those of `make_program`.
+
+    Raises CheckpointError or ConfigError. Nothing is ever downloaded.
+    """
+    folder = Path(path)
+    device = resolve_device(options.pop("device", "auto"))
+    dtype = resolve_dtype(options.pop("dtype", "auto"), device, _stored_dtype(folder))
+    model, params, digest = load_checkpoint(folder, dtype=getattr(torch, dtype), device=device)
+    tokenizer = load_tokenizer(folder)
+    return make_program(
+        model,
+        params,
+        weights=digest,
+        dtype=dtype,
+        device=device,
+        stop_ids=stop_ids(folder),
+        tokenizer=tokenizer,
+        **options,
+    )
+
+
+def _stored_dtype(folder: Path) -> str:
+    """The number format config.json names; float32 where it names none."""
+    try:
+        config = json.loads((folder / "config.json").read_text())
+    except (OSError, ValueError):
+        return "float32"  # load_checkpoint says what is wrong with the file
+    return config.get("dtype") or config.get("torch_dtype") or "float32"
+
+
+def make_program(
+    model: ModelConfig,
+    params: Params,
+    *,
+    weights: str,
+    dtype: str,
+    device: str,
+    stop_ids: tuple[int, ...] = (),
+    tokenizer: Any = None,
+    tokens: TokenTable | None = None,
+    block_size: int = 16,
+    num_blocks: int | None = None,
+    kv_bytes: int | None = None,
+    max_context: int | None = None,
+    max_rows: int = 64,
+    max_batched_tokens: int = 1024,
+    max_active_adapters: int = 8,
+    max_registered_adapters: int = 64,
+    lora_rows: int = 128,
+    max_lora_rank: int | None = None,
+    prefix_caching: bool = True,
+    compile: bool = False,
+    seed: int = 0,
+    token_buckets: tuple[int, ...] = (),
+) -> Program:
+    """A program over parameters in memory, every option resolved and checked.
+
+    `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
+    (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`.
+    Raises ConfigError naming option, value and limit.
+    """
+    config = Config(
+        model=model,
+        weights=weights,
+        dtype=dtype,
+        device=device,
+        block_size=block_size,
+        num_blocks=1,
+        max_context=model.max_position if max_context is None else max_context,
+        max_rows=max_rows,
+        max_batched_tokens=max_batched_tokens,
+        max_active_adapters=max_active_adapters,
+        max_registered_adapters=max_registered_adapters,
+        lora_rows=lora_rows,
+        max_lora_rank=lora_rows if max_lora_rank is None else max_lora_rank,
+        prefix_caching=prefix_caching,
+        compile=compile,
+        seed=seed,
+        stop_ids=tuple(stop_ids),
+        tokens=token_table(tokenizer) if tokens is None and tokenizer is not None else tokens,
+        token_buckets=tuple(token_buckets),
+    )
+    config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
+    layer = compile_layer() if compile and can_compile(device) else decoder_layer
+    return Program(config=config, params=params, layer=layer, tokenizer=tokenizer)
+
+
+def init(program: Program) -> EngineState:
+    """A fresh state with a pool of its own."""
+    return initial_state(program.config, allocate_pool(program.config))
+
+
+def initial_state(config: Config, pool: Pool) -> EngineState:
+    device = DeviceState(pool=pool, generation=pool.generation)
+    return EngineState(config=config, host=initial_host(config), device=device, blobs=Map())

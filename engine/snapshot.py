@@ -1,0 +1,219 @@
+"""A state on disk: host state as canonical JSON, KV and adapters as safetensors. No pickle.
+
+A snapshot is a folder: `state.json`, `kv.safetensors`, `adapters.safetensors`. It can be restored
+by another process or machine into a program over the same weights.
+"""
+
+import json
+import os
+import shutil
+import tempfile
+import warnings
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from immutables import Map
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from purestep.engine.adapters import read
+from purestep.engine.config import Config
+from purestep.engine.pool import Pool, allocate_pool, claim, upload_adapter_
+from purestep.engine.program import Program
+from purestep.models.adapter_files import Adapter, Arena
+from purestep.state.canonical import from_plain, to_plain
+from purestep.state.engine import DeviceState, EngineState, HostState, quiet
+from purestep.state.errors import AdapterError, SnapshotError
+
+FORMAT = "purestep/snapshot/1"
+STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
+
+
+def snapshot(state: EngineState, path: str | os.PathLike) -> None:
+    """Write `state` into the folder `path`, replacing a snapshot that is there.
+
+    Holds live and cached KV blocks, the host state, and the tensors of adapters that cannot be read
+    again from their files. `state` stays valid. Raises SnapshotError when `path` is something else
+    than a snapshot, DonatedStateError for a spent state.
+    """
+    pool, host, target = claim(state.device), quiet(state.host, "snapshot"), Path(path)
+    if target.exists() and not (target / STATE).is_file():
+        raise SnapshotError(f"{target} exists and is not a snapshot")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # Beside the target, so that the rename is atomic and a killed writer leaves the old one whole.
+    building = Path(tempfile.mkdtemp(prefix=f".{target.name}-", dir=target.parent))
+    try:
+        _write(building, state, pool, host)
+        if target.exists():
+            shutil.rmtree(target)
+        building.rename(target)
+    except BaseException:
+        shutil.rmtree(building, ignore_errors=True)
+        raise
+
+
+def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> None:
+    blocks = _kept_blocks(host)
+    index = torch.tensor(blocks, dtype=torch.int64, device=state.config.device)
+    save_file(
+        {f"layer.{i}": kv[:, index].cpu().contiguous() for i, kv in enumerate(pool.kv)}, folder / KV
+    )
+    carried = {v: state.blobs[v] for v in host.adapters.registered if not _sources(host, v)}
+    save_file(
+        {
+            f"{version}/{linear}/{part}": getattr(arena, part)
+            for version, adapter in carried.items()
+            for linear, arena in adapter.arenas.items()
+            for part in ("a_LSRD", "b_LRO")
+        },
+        folder / ADAPTERS,
+    )
+    meta = {
+        "format": FORMAT,
+        "versions": _versions(),
+        "identity": _identity(state.config),
+        "num_blocks": state.config.num_blocks,
+        "blocks": blocks,
+        "adapters": {version: _facts(adapter) for version, adapter in carried.items()},
+        "host": to_plain(host),
+    }
+    (folder / STATE).write_text(json.dumps(meta, sort_keys=True))
+
+
+def _kept_blocks(host: HostState) -> list[int]:
+    ledger = host.blocks
+    return sorted({*ledger.refs, *ledger.digest_of, *(source for source, _ in host.copies)})
+
+
+def _sources(host: HostState, version: str) -> list[tuple[str, str]]:
+    """(name, path) pairs the version can be read from again."""
+    ledger = host.adapters
+    names = sorted(name for name, v in ledger.names.items() if v == version)
+    return [(name, ledger.sources[name]) for name in names if name in ledger.sources]
+
+
+def _versions() -> dict[str, str]:
+    return {"torch": torch.__version__}
+
+
+def _identity(config: Config) -> dict[str, Any]:
+    """What must be equal for the KV and the ledgers to mean the same."""
+    return {
+        "weights": config.weights,
+        "model": asdict(config.model),
+        "dtype": config.dtype,
+        "block_size": config.block_size,
+        "max_active_adapters": config.max_active_adapters,
+        "lora_rows": config.lora_rows,
+        "prefix_caching": config.prefix_caching,
+    }
+
+
+def _facts(adapter: Adapter) -> dict[str, Any]:
+    return {
+        "rank": adapter.rank,
+        "num_tensors": adapter.num_tensors,
+        "nbytes": adapter.nbytes,
+        "modules": list(adapter.modules),
+        "linears": sorted(adapter.arenas),
+    }
+
+
+def restore(program: Program, path: str | os.PathLike) -> EngineState:
+    """The state a snapshot holds, in a new pool.
+
+    Raises SnapshotError naming what differs (format, weights, model, dtype, block size, adapter
+    rows) or is damaged, and AdapterError when an adapter's files changed or are gone. Another torch
+    only warns: host states are equal, but the last bits of logits may differ.
+    """
+    folder = Path(path)
+    meta = _read_state(folder)
+    _check_identity(meta["identity"], _identity(program.config))
+    if meta["versions"] != _versions():
+        warnings.warn(
+            f"snapshot made with {meta['versions']}, restored with {_versions()}", stacklevel=2
+        )
+    host = from_plain(meta["host"])
+    config = replace(program.config, num_blocks=meta["num_blocks"])
+    blobs = _read_adapters(folder, config, host, meta["adapters"])
+    pool = allocate_pool(config)
+    _read_blocks_(folder, pool, meta["blocks"])
+    for place in host.adapters.resident.values():
+        upload_adapter_(pool, place, blobs[place.version])
+    device = DeviceState(pool=pool, generation=pool.generation)
+    return EngineState(config=config, host=host, device=device, blobs=Map(blobs))
+
+
+def _read_state(folder: Path) -> dict[str, Any]:
+    try:
+        meta = json.loads((folder / STATE).read_text())
+    except OSError as error:
+        raise SnapshotError(f"{folder} is no snapshot: {error}") from None
+    except ValueError as error:
+        raise SnapshotError(f"{folder / STATE} is damaged: {error}") from None
+    found = meta.get("format") if isinstance(meta, dict) else None
+    if found != FORMAT:
+        raise SnapshotError(f"{folder / STATE}: format {found!r}, this version reads {FORMAT!r}")
+    return meta
+
+
+def _check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None:
+    wanted = json.loads(json.dumps(wanted))  # tuples are lists in the file
+    differing = [key for key in wanted if found.get(key) != wanted[key]]
+    if differing:
+        facts = "; ".join(f"{k}: snapshot {found.get(k)}, program {wanted[k]}" for k in differing)
+        raise SnapshotError(f"the snapshot does not fit the program: {facts}")
+
+
+def _read_adapters(
+    folder: Path, config: Config, host: HostState, carried: Mapping[str, Mapping[str, Any]]
+) -> dict[str, Adapter]:
+    adapters = {}
+    with _opened(folder / ADAPTERS) as tensors:
+        for version, facts in carried.items():
+            arenas = {
+                linear: Arena(
+                    a_LSRD=tensors.get_tensor(f"{version}/{linear}/a_LSRD"),
+                    b_LRO=tensors.get_tensor(f"{version}/{linear}/b_LRO"),
+                )
+                for linear in facts["linears"]
+            }
+            adapters[version] = Adapter(
+                version=version,
+                rank=facts["rank"],
+                num_tensors=facts["num_tensors"],
+                nbytes=facts["nbytes"],
+                modules=tuple(facts["modules"]),
+                unused_targets=(),
+                arenas=arenas,
+            )
+    for version in host.adapters.registered:
+        if version not in adapters:
+            name, source = _sources(host, version)[0]
+            adapters[version] = read(config, source, name)
+            if adapters[version].version != version:
+                raise AdapterError(
+                    f"adapter {name!r}: {source} has changed since the snapshot, which has "
+                    f"version {version[:12]} and not {adapters[version].version[:12]}"
+                )
+    return adapters
+
+
+def _read_blocks_(folder: Path, pool: Pool, blocks: list[int]) -> None:
+    index = torch.tensor(blocks, dtype=torch.int64, device=pool.config.device)
+    with _opened(folder / KV) as tensors:
+        for i, kv in enumerate(pool.kv):
+            saved = tensors.get_tensor(f"layer.{i}")
+            if saved.shape[1] != len(blocks):
+                raise SnapshotError(f"{folder / KV}: {saved.shape[1]} blocks, want {len(blocks)}")
+            kv[:, index] = saved.to(kv.device)
+
+
+def _opened(file: Path) -> Any:
+    try:
+        return safe_open(file, framework="pt")
+    except (OSError, SafetensorError) as error:
+        raise SnapshotError(f"{file} is damaged: {error}") from None

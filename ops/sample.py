@@ -1,0 +1,101 @@
+"""Draw the next token of each row. Randomness is counter-based: no generator, no state.
+
+The noise of a candidate depends on (stream, position, vocabulary id) alone, so a row draws the same
+token alone, in any batch, after a preemption and on any device. S sampled rows, V vocabulary.
+"""
+
+import torch
+from torch import Tensor
+
+GREEDY_BELOW = 1e-5
+_MASK = 0xFFFFFFFF
+
+
+def philox(counter: tuple[Tensor, Tensor], key: tuple[Tensor, Tensor]) -> tuple[Tensor, ...]:
+    """Philox4x32-10 (Salmon et al., 2011) on int64 tensors holding 32-bit words.
+
+    `counter` gives the two low words, the two high ones are 0. Returns four words, broadcast.
+    """
+    c0, c1 = torch.broadcast_tensors(*counter)
+    c2, c3 = torch.zeros_like(c0), torch.zeros_like(c0)
+    k0, k1 = key
+    for _ in range(10):
+        low, high = c0 * 0xD2511F53, c2 * 0xCD9E8D57  # wraps: bits 0 to 63 are right all the same
+        c0, c1, c2, c3 = (
+            ((high >> 32) & _MASK) ^ c1 ^ k0,
+            high & _MASK,
+            ((low >> 32) & _MASK) ^ c3 ^ k1,
+            low & _MASK,
+        )
+        k0, k1 = (k0 + 0x9E3779B9) & _MASK, (k1 + 0xBB67AE85) & _MASK
+    return c0, c1, c2, c3
+
+
+def gumbel_noise(stream_S: Tensor, position_S: Tensor, vocab_size: int) -> Tensor:
+    """Standard Gumbel noise [S, V] float32; `stream_S` holds unsigned 64-bit keys as int64.
+
+    One Philox block serves four neighbouring ids. 23 bits each: with 24 the largest uniform would
+    round to 1 in float32 and its noise to infinity.
+    """
+    quads = torch.arange(-(-vocab_size // 4), device=stream_S.device)[None, :]
+    key = (stream_S[:, None] & _MASK), (stream_S[:, None] >> 32) & _MASK
+    words = philox((quads, position_S[:, None].long()), key)
+    bits_SV = torch.stack(words, dim=-1).flatten(1)[:, :vocab_size]
+    uniform_SV = ((bits_SV >> 9).float() + 0.5) * 2.0**-23
+    return -torch.log(-torch.log(uniform_SV))
+
+
+def keep_top_k(logits_SV: Tensor, top_k_S: Tensor) -> Tensor:
+    """Minus infinity below each row's k-th largest logit (ties with it stay); 0 keeps all."""
+    V = logits_SV.shape[1]
+    k_S = torch.where(top_k_S > 0, top_k_S, V).clamp(max=V).long()
+    largest_SK = logits_SV.topk(int(k_S.max()), dim=-1).values
+    kth_S1 = largest_SK.gather(1, k_S[:, None] - 1)
+    return logits_SV.masked_fill(logits_SV < kth_S1, -torch.inf)
+
+
+def keep_top_p(logits_SV: Tensor, top_p_S: Tensor) -> Tensor:
+    """Minus infinity outside the smallest set of tokens whose probability reaches top_p.
+
+    Ascending cumulative sums and a stable sort, as transformers' TopPLogitsWarper; the most likely
+    token always stays.
+    """
+    ascending_SV, order_SV = torch.sort(logits_SV, dim=-1, stable=True)
+    mass_SV = ascending_SV.softmax(-1).cumsum(-1)
+    drop_SV = mass_SV <= (1 - top_p_S[:, None])
+    drop_SV[:, -1] = False
+    drop_SV = torch.zeros_like(drop_SV).scatter(1, order_SV, drop_SV)
+    return logits_SV.masked_fill(drop_SV, -torch.inf)
+
+
+def sample(
+    logits_SV: Tensor,
+    temperature_S: Tensor,
+    top_k_S: Tensor,
+    top_p_S: Tensor,
+    stream_S: Tensor,
+    position_S: Tensor,
+) -> tuple[Tensor, Tensor]:
+    """(token_S int64, logprob_S float32) from fp32 logits.
+
+    Greedy, the lowest id among the largest logits, where the temperature is below 1e-5: quotients
+    would lose the noise's digits there. Otherwise logits over temperature, then top-k, then top-p,
+    then the Gumbel maximum, which is a draw from their softmax. The logprob is the raw
+    distribution's, untouched by the sampling parameters; it is NaN where the row has a NaN or an
+    infinite logit, and the token then means nothing.
+    """
+    token_S = logits_SV.argmax(-1)
+    drawn = torch.nonzero(temperature_S >= GREEDY_BELOW).flatten()
+    if len(drawn):
+        scaled_SV = logits_SV[drawn] / temperature_S[drawn, None]
+        if (top_k_S[drawn] > 0).any():
+            scaled_SV = keep_top_k(scaled_SV, top_k_S[drawn])
+        cut = torch.nonzero(top_p_S[drawn] < 1).flatten()
+        if len(cut):
+            scaled_SV[cut] = keep_top_p(scaled_SV[cut], top_p_S[drawn][cut])
+        noise_SV = gumbel_noise(stream_S[drawn], position_S[drawn], logits_SV.shape[1])
+        token_S[drawn] = (scaled_SV + noise_SV).argmax(-1)
+    chosen_S = logits_SV.gather(1, token_S[:, None]).squeeze(1)
+    logprob_S = chosen_S - logits_SV.logsumexp(-1)
+    sound_S = torch.isfinite(logits_SV.amax(-1)) & torch.isfinite(logits_SV.amin(-1))
+    return token_S, torch.where(sound_S, logprob_S, torch.nan)

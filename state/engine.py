@@ -1,0 +1,285 @@
+"""The whole engine as one value: host state (immutable), device handle (linear), blobs (immutable).
+
+R running rows, B block size. Columns are read-only numpy arrays, replaced once a step for all rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+from immutables import Map
+
+from purestep.state.adapters import AdapterLedger, check_adapters, empty_adapters
+from purestep.state.blocks import BlockLedger, check_blocks, empty_blocks
+from purestep.state.encoder import EncoderLedger
+from purestep.state.errors import StepError, UnknownRequestError
+from purestep.state.plan import StepPlan
+from purestep.state.pytree import static, tree
+from purestep.state.request import Completion, RequestState, frozen
+
+
+@tree
+class Rows:
+    """The running requests in order of admission; one column entry each."""
+
+    ids: tuple[str, ...]
+    versions: tuple[str | None, ...]  # adapter version, None = base
+    tables: tuple[np.ndarray, ...]  # int32 block ids, ceil(num_computed / B) of them
+    num_computed_R: np.ndarray  # int32, tokens whose KV is written or planned
+    num_tokens_R: np.ndarray  # int32, prompt and generated
+    num_prompt_R: np.ndarray  # int32
+    limit_R: np.ndarray  # int32, num_tokens at which the row ends with reason length
+    temperature_R: np.ndarray  # float32
+    top_k_R: np.ndarray  # int32
+    top_p_R: np.ndarray  # float32
+    stream_R: np.ndarray  # uint64
+    heeds_eos_R: np.ndarray  # bool
+    watched_R: np.ndarray  # bool, has stop ids or stop strings of its own
+    tail_RB: np.ndarray  # int32, token of position p at p % B, for the newest B positions
+    tail_logprob_RB: np.ndarray  # float32, likewise
+
+
+@tree
+class HostState:
+    """Everything that is true between two steps, but for the bytes on the device.
+
+    Immutable and persistent: no function changes it, old ones stay valid for ever.
+    """
+
+    step: int  # number of the next step
+    arrivals: int  # requests submitted so far
+    requests: Map[str, RequestState]  # live ones: running, waiting, loading
+    waiting: tuple[str, ...]  # in order of service; preempted ones in front
+    rows: Rows
+    blocks: BlockLedger
+    adapters: AdapterLedger
+    encoder: EncoderLedger
+    copies: tuple[tuple[int, int], ...]  # block copies that branches wait for
+    ended: tuple[Completion, ...]  # ended between steps; the next step's outputs tell
+    in_flight: tuple[StepPlan, ...]  # scheduled and not committed, oldest first
+
+    @property
+    def idle(self) -> bool:
+        """No live request and nothing left to tell."""
+        return not (self.requests or self.ended or self.in_flight)
+
+
+@tree
+class DeviceState:
+    """A linear handle on a pool of device memory: valid while the pool has this generation."""
+
+    pool: Any = static()
+    generation: int = static()
+
+
+@tree
+class EngineState:
+    """What `step` folds over. `config` is the program's, so that no other function needs it."""
+
+    config: Any = static()
+    host: HostState
+    device: DeviceState
+    blobs: Map[str, Any]  # adapter version -> host tensors
+
+
+_COLUMNS = {
+    "num_computed_R": np.int32,
+    "num_tokens_R": np.int32,
+    "num_prompt_R": np.int32,
+    "limit_R": np.int32,
+    "temperature_R": np.float32,
+    "top_k_R": np.int32,
+    "top_p_R": np.float32,
+    "stream_R": np.uint64,
+    "heeds_eos_R": np.bool_,
+    "watched_R": np.bool_,
+}
+
+
+def empty_host(
+    *,
+    block_size: int,
+    num_blocks: int,
+    num_slots: int,
+    num_row_blocks: int,
+    max_registered: int,
+) -> HostState:
+    """The state before the first request."""
+    rows = Rows(
+        ids=(),
+        versions=(),
+        tables=(),
+        tail_RB=_locked(np.zeros((0, block_size), np.int32)),
+        tail_logprob_RB=_locked(np.zeros((0, block_size), np.float32)),
+        **{name: frozen((), dtype) for name, dtype in _COLUMNS.items()},
+    )
+    return HostState(
+        step=0,
+        arrivals=0,
+        requests=Map(),
+        waiting=(),
+        rows=rows,
+        blocks=empty_blocks(num_blocks),
+        adapters=empty_adapters(num_slots, num_row_blocks, max_registered),
+        encoder=EncoderLedger(),
+        copies=(),
+        ended=(),
+        in_flight=(),
+    )
+
+
+def _locked(array: np.ndarray) -> np.ndarray:
+    array.setflags(write=False)
+    return array
+
+
+def all_tokens(record: RequestState) -> np.ndarray:
+    """Prompt and generated tokens of a record whose `generated` is complete."""
+    return np.concatenate([record.request.tokens, record.generated])
+
+
+def take_rows(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
+    """The rows at these places, in this order."""
+    places = np.asarray(index, dtype=np.intp)
+    picked = {}
+    for field in fields(rows):
+        column = getattr(rows, field.name)
+        if isinstance(column, tuple):
+            picked[field.name] = tuple(column[i] for i in places.tolist())
+        else:
+            picked[field.name] = _locked(column[places])
+    return Rows(**picked)
+
+
+def add_rows(rows: Rows, new: Sequence[Rows]) -> Rows:
+    """`rows` with others behind them."""
+    if not new:
+        return rows
+    parts = [rows, *new]
+    joined = {}
+    for field in fields(rows):
+        columns = [getattr(part, field.name) for part in parts]
+        if isinstance(columns[0], tuple):
+            joined[field.name] = tuple(item for column in columns for item in column)
+        else:
+            joined[field.name] = _locked(np.concatenate(columns))
+    return Rows(**joined)
+
+
+def make_row(
+    record: RequestState, table: np.ndarray, *, num_computed: int, limit: int, block_size: int
+) -> Rows:
+    """One running row for a record whose `generated` is complete."""
+    sampling = record.request.sampling
+    tokens = all_tokens(record)
+    num_prompt = len(record.request.tokens)
+    values = {
+        "num_computed_R": num_computed,
+        "num_tokens_R": len(tokens),
+        "num_prompt_R": num_prompt,
+        "limit_R": limit,
+        "temperature_R": sampling.temperature,
+        "top_k_R": sampling.top_k,
+        "top_p_R": sampling.top_p,
+        "stream_R": record.stream,
+        "heeds_eos_R": not sampling.ignore_eos,
+        "watched_R": bool(sampling.stop or sampling.stop_ids),
+    }
+    tail = np.zeros((1, block_size), np.int32)
+    places = np.arange(max(0, len(tokens) - block_size), len(tokens))
+    tail[0, places % block_size] = tokens[places]
+    tail_logprob = np.zeros((1, block_size), np.float32)
+    drawn = places[places >= num_prompt]
+    tail_logprob[0, drawn % block_size] = record.logprobs[drawn - num_prompt]
+    return Rows(
+        ids=(record.request.id,),
+        versions=(record.version,),
+        tables=(table,),
+        tail_RB=_locked(tail),
+        tail_logprob_RB=_locked(tail_logprob),
+        **{name: frozen((values[name],), dtype) for name, dtype in _COLUMNS.items()},
+    )
+
+
+def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np.ndarray]:
+    """The row's newest tokens and logprobs, those its record does not have yet."""
+    start = int(rows.num_prompt_R[row]) + len(record.generated)
+    places = np.arange(start, int(rows.num_tokens_R[row])) % rows.tail_RB.shape[1]
+    return rows.tail_RB[row, places], rows.tail_logprob_RB[row, places]
+
+
+def completed_record(rows: Rows, row: int, record: RequestState) -> RequestState:
+    """The record with everything the row has generated."""
+    tokens, logprobs = unsealed(rows, row, record)
+    return replace(
+        record,
+        generated=frozen(np.concatenate([record.generated, tokens])),
+        logprobs=frozen(np.concatenate([record.logprobs, logprobs]), np.float32),
+    )
+
+
+def progress(host: HostState, request_id: str) -> RequestState:
+    """How far a live request has come, its generated tokens complete.
+
+    Raises UnknownRequestError.
+    """
+    record = live(host, request_id)
+    if request_id in host.rows.ids:
+        return completed_record(host.rows, host.rows.ids.index(request_id), record)
+    return record
+
+
+def live(host: HostState, request_id: str) -> RequestState:
+    """The record of a live request. Raises UnknownRequestError."""
+    record = host.requests.get(request_id)
+    if record is None:
+        raise UnknownRequestError(
+            f"no live request has id {request_id!r}; {len(host.requests)} are live"
+        )
+    return record
+
+
+def quiet(host: HostState, verb: str) -> HostState:
+    """The state itself, if no plan is in flight. Raises StepError."""
+    if host.in_flight:
+        raise StepError(f"{verb}: step {host.in_flight[0].step} was scheduled and not committed")
+    return host
+
+
+def completion(record: RequestState, **how: Any) -> Completion:
+    """The end of a request whose record is complete."""
+    return Completion(
+        id=record.request.id,
+        adapter=record.request.adapter,
+        tokens=record.generated,
+        logprobs=record.logprobs,
+        num_prompt_tokens=len(record.request.tokens),
+        num_cached_tokens=max(record.num_cached, 0),
+        num_preemptions=record.num_preemptions,
+        **how,
+    )
+
+
+def check_host(host: HostState, block_size: int) -> None:
+    """Assert the laws that hold between the ledgers after every transition."""
+    rows = host.rows
+    assert len(set(rows.ids)) == len(rows.ids)
+    assert sorted([*rows.ids, *host.waiting]) == sorted(host.requests)
+    held = -(-rows.num_computed_R // block_size)
+    assert [len(t) for t in rows.tables] == held.tolist(), "a table has a wrong length"
+    assert (rows.num_computed_R <= rows.num_tokens_R).all()
+    assert (rows.num_tokens_R < rows.limit_R).all()
+    check_blocks(host.blocks, rows.tables)
+    check_adapters(host.adapters)
+    users: dict[str, int] = {}
+    for record in host.requests.values():
+        if record.version is not None:
+            users[record.version] = users.get(record.version, 0) + 1
+    assert users == dict(host.adapters.users)
+    assert {v for v in rows.versions if v is not None} <= set(host.adapters.resident)
+    for row, request_id in enumerate(rows.ids):
+        record = host.requests[request_id]
+        assert rows.versions[row] == record.version
+        sealed = int(rows.num_prompt_R[row]) + len(record.generated)
+        assert sealed >= int(rows.num_tokens_R[row]) // block_size * block_size

@@ -1,0 +1,60 @@
+"""Identity of a KV block: a blake3 chain whose keys are tagged by kind and framed by length.
+
+A block's digest covers everything its keys and values depend on: the model weights, the adapter
+version, the salt and every token up to the block's end. Tags keep the kinds apart, so an adapter
+can never be mistaken for a salt; lengths keep neighbours apart, so ("ab", "c") is not ("a", "bc").
+The encoding is fixed bytes, so digests agree between processes, machines and hash seeds.
+"""
+
+from collections.abc import Sequence
+
+import numpy as np
+from blake3 import blake3
+
+DIGEST_BYTES = 32
+
+
+def framed(tag: str, *parts: bytes) -> bytes:
+    """`tag` and `parts`, each behind its length as 8 little-endian bytes."""
+    fields = (tag.encode(), *parts)
+    return b"".join(len(f).to_bytes(8, "little") + f for f in fields)
+
+
+def chain_root(model: str, adapter_version: str | None, salt: str | None) -> bytes:
+    """What stands before a request's first block.
+
+    `model` names weights and dtype; `adapter_version` is None for the base model, which differs
+    from every version, the empty string included. The same holds for `salt`.
+    """
+    adapter = (
+        framed("base") if adapter_version is None else framed("lora", adapter_version.encode())
+    )
+    salted = framed("unsalted") if salt is None else framed("salt", salt.encode())
+    return blake3(framed("purestep/kv/1", model.encode(), adapter, salted)).digest()
+
+
+def block_digest(parent: bytes, tokens_B: np.ndarray) -> bytes:
+    """The digest of one full block of token ids behind `parent`."""
+    return blake3(parent + framed("tokens", tokens_B.astype("<i4").tobytes())).digest()
+
+
+def block_digests(parent: bytes, tokens: np.ndarray, block_size: int) -> tuple[bytes, ...]:
+    """Digests of all full blocks of `tokens`, in order; a partial last block has none."""
+    digests = []
+    for start in range(0, len(tokens) - block_size + 1, block_size):
+        parent = block_digest(parent, tokens[start : start + block_size])
+        digests.append(parent)
+    return tuple(digests)
+
+
+def random_stream(seed: int, sample_index: int, branch_path: Sequence[int]) -> int:
+    """The 64-bit key of a request's noise; siblings of `n > 1` and of `branch` all differ."""
+    path = b"".join(step.to_bytes(8, "little") for step in branch_path)
+    fields = seed.to_bytes(8, "little"), sample_index.to_bytes(8, "little"), path
+    return int.from_bytes(blake3(framed("purestep/stream/1", *fields)).digest(8), "little")
+
+
+def request_seed(engine_seed: int, request_id: str) -> int:
+    """The seed of a request that brought none."""
+    fields = engine_seed.to_bytes(8, "little"), request_id.encode()
+    return int.from_bytes(blake3(framed("purestep/seed/1", *fields)).digest(8), "little")

@@ -1,0 +1,104 @@
+"""One step, before and after: what the device is to do, what came back, what the caller gets.
+
+R rows, S sampled rows among them, T tokens. Arrays are read-only.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from purestep.state.adapters import Residence
+from purestep.state.pytree import tree
+from purestep.state.request import Completion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchDescriptor:
+    """The shape of a step. On a GPU the same value captures a graph and finds it.
+
+    Sizes count padding. `num_active_loras` is 0 or a power of two or the largest count allowed;
+    rows without an adapter are never a group, and ranks are data, not shape.
+    """
+
+    num_tokens: int
+    num_rows: int
+    uniform_decode: bool  # one token a row
+    num_active_loras: int
+    lora_form: str = "grouped"
+
+    @property
+    def has_lora(self) -> bool:
+        return self.num_active_loras > 0
+
+
+@tree
+class SamplingRows:
+    """Parameters of the rows that sample in this step, one entry each."""
+
+    temperature_S: np.ndarray  # float32, 0 = greedy
+    top_k_S: np.ndarray  # int32, 0 = off
+    top_p_S: np.ndarray  # float32, 1 = off
+    stream_S: np.ndarray  # uint64
+    position_S: np.ndarray  # int32, place in the sequence of the token to be drawn
+
+
+@tree
+class Overwrites:
+    """Content the step's input state counts on and the step may destroy."""
+
+    blocks: tuple[int, ...] = ()  # cached or held in the input state
+    adapters: tuple[str, ...] = ()  # versions whose rows are taken over
+
+    @property
+    def empty(self) -> bool:
+        return not (self.blocks or self.adapters)
+
+
+@tree
+class StepPlan:
+    """Everything the device will do, in this order: uploads, block copies, one forward pass."""
+
+    step: int
+    descriptor: BatchDescriptor
+    uploads: tuple[Residence, ...]
+    copies: tuple[tuple[int, int], ...]  # (from block, to block), one after the other
+    overwrites: Overwrites
+    row_ids: tuple[str, ...]
+    start_R: np.ndarray  # int32, position of the row's first token in this step
+    count_R: np.ndarray  # int32, its tokens in this step
+    tokens_T: np.ndarray  # int32, row after row, without padding
+    tables: tuple[np.ndarray, ...]  # int32 block ids, one table a row
+    slot_R: np.ndarray  # int32, -1 = base
+    residents: tuple[Residence, ...]  # the adapters of these rows, by slot
+    sampled_R: np.ndarray  # bool: the row's last token in this step is its last known one
+    sampling: SamplingRows
+    ended: tuple[Completion, ...]  # requests that end without another token
+    loads: tuple[tuple[str, str], ...]  # (adapter name, source) for the loader to read
+    num_hit_tokens: int = 0
+    num_preempted: int = 0
+
+
+@tree
+class StepResult:
+    """What the device found, for the sampled rows in plan order. Owns its memory."""
+
+    token_S: np.ndarray  # int32
+    logprob_S: np.ndarray  # float32, of the raw distribution; NaN where logits were not finite
+
+
+@tree
+class Outputs:
+    """One step's news: a column for each new token, an object for each finished request only."""
+
+    step: int
+    ids: tuple[str, ...]
+    tokens_S: np.ndarray  # int32, the new token of each id
+    logprobs_S: np.ndarray  # float32
+    finished: tuple[Completion, ...]
+    loads: tuple[tuple[str, str], ...] = ()  # (adapter name, source) to read and `deliver`
+    waiting_for: tuple[str, ...] = ()  # adapters still loading, when nothing else can run
+    num_tokens: int = 0  # computed in this step, without padding
+    num_rows: int = 0
+    num_active_adapters: int = 0
+    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_preempted: int = 0

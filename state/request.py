@@ -1,0 +1,169 @@
+"""What the caller asked for, and how far it has come."""
+
+import math
+from collections.abc import Sequence
+from enum import StrEnum
+from typing import Any
+
+import numpy as np
+
+from purestep.state.errors import RequestError, SamplingError
+from purestep.state.pytree import tree
+
+
+@tree
+class SamplingParams:
+    """How tokens are chosen; applied as temperature, then top-k, then top-p, on fp32 logits.
+
+    `temperature` 0 is greedy: the lowest id among the largest logits. `top_k` 0 and `top_p` 1.0
+    are off. `seed` None derives the noise from the engine's seed and the request's id.
+    `stop` strings end the text just before their first occurrence, also across token borders;
+    `stop_ids` come on top of the model's own end tokens, which `ignore_eos` switches off.
+    The stopping token is kept in `Completion.tokens`.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    max_tokens: int = 256
+    stop: tuple[str, ...] = ()
+    stop_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+@tree
+class Request:
+    """The user's words. `adapter` None is the base model; requests share cached prefixes only
+    with requests of the same `salt`."""
+
+    id: str
+    tokens: Sequence[int] | np.ndarray
+    adapter: str | None = None
+    salt: str | None = None
+    sampling: SamplingParams = SamplingParams()
+
+
+class FinishReason(StrEnum):
+    """Why a request ended."""
+
+    STOP = "stop"  # a stop id or stop string
+    LENGTH = "length"  # max_tokens, or the context is full
+    CAPACITY = "capacity"  # the whole KV pool could not hold one token more
+    ERROR = "error"  # `Completion.error` tells
+
+
+@tree
+class Completion:
+    """A finished request. `logprobs` are of the model's own distribution (log-softmax of the raw
+    fp32 logits, whatever the sampling parameters), one for each token."""
+
+    id: str
+    adapter: str | None
+    tokens: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    text: str | None  # None where the program has no token table
+    finish_reason: FinishReason
+    num_prompt_tokens: int
+    num_cached_tokens: int = 0  # prompt tokens found in the prefix cache on first admission
+    num_preemptions: int = 0
+    stop: str | int | None = None  # the stop string or stop id that ended it
+    error: str | None = None
+
+
+@tree
+class RequestState:
+    """Progress of one live request.
+
+    While it runs, the newest tokens live in the columns of `Rows`; `generated` is then complete up
+    to the last block boundary. While it waits, `generated` is complete and nothing is computed.
+    """
+
+    request: Request  # `tokens` is a read-only int32 array here
+    arrival: int
+    version: str | None  # adapter version, bound when the adapter is there; None for base
+    loading: bool  # waits for its adapter; has no version and no digests
+    seed: int  # the request's own, or one derived from the engine's seed and the request's id
+    stream: int  # of its noise; unsigned 64 bit
+    branch_path: tuple[int, ...]
+    num_branches: int
+    root: bytes  # what stands before the first block in the digest chain
+    prompt_digests: tuple[bytes, ...]  # of the prompt's full blocks
+    generated_digests: tuple[bytes, ...]  # of the full blocks after those
+    generated: np.ndarray  # int32
+    logprobs: np.ndarray  # float32
+    num_cached: int
+    num_preemptions: int
+    text: bytes | None  # generated text so far; None where no stop string asks for it
+
+    @property
+    def digests(self) -> tuple[bytes, ...]:
+        return self.prompt_digests + self.generated_digests
+
+
+def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
+    """A read-only one-dimensional array holding a copy of `values`."""
+    array = np.array(values, dtype=dtype)
+    array.setflags(write=False)
+    return array
+
+
+def checked_tokens(request: Request, vocab_size: int, max_context: int) -> np.ndarray:
+    """The prompt as a read-only int32 array.
+
+    Raises RequestError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no
+    room for one generated token in the context.
+    """
+    who = f"request {request.id!r}"
+    wide = np.asarray(request.tokens)
+    if wide.ndim != 1 or (wide.size and wide.dtype.kind not in "iu"):
+        raise RequestError(
+            f"{who}: tokens must be a flat sequence of integers, "
+            f"got shape {wide.shape} of {wide.dtype}"
+        )
+    if wide.size == 0:
+        raise RequestError(f"{who}: the prompt is empty; at least 1 token is needed")
+    bad = np.flatnonzero((wide < 0) | (wide >= vocab_size))
+    if bad.size:
+        raise RequestError(
+            f"{who}: token id {wide[bad[0]]} at position {bad[0]} is outside 0..{vocab_size - 1}"
+        )
+    if wide.size + 1 > max_context:
+        raise RequestError(
+            f"{who}: a prompt of {wide.size} tokens and one generated token exceed "
+            f"max_context={max_context}"
+        )
+    return frozen(wide)
+
+
+def check_sampling(request: Request, vocab_size: int, has_text: bool) -> None:
+    """Raise SamplingError, naming field, value and limit, for what cannot take effect."""
+    s, who = request.sampling, f"request {request.id!r}"
+
+    def refuse(field: str, rule: str) -> None:
+        raise SamplingError(f"{who}: {field}={getattr(s, field)!r}, but {rule}")
+
+    if not (isinstance(s.temperature, int | float) and 0 <= s.temperature < math.inf):
+        refuse("temperature", "it must be finite and at least 0")
+    if not (isinstance(s.top_p, int | float) and 0 < s.top_p <= 1):
+        refuse("top_p", "it must be above 0 and at most 1")
+    if not _is_int(s.top_k) or s.top_k < 0:
+        refuse("top_k", "it must be an integer, 0 for no limit or at least 1")
+    if not _is_int(s.max_tokens) or s.max_tokens < 1:
+        refuse("max_tokens", "it must be an integer of at least 1")
+    if s.seed is not None and not (_is_int(s.seed) and 0 <= s.seed < 2**64):
+        refuse("seed", "it must be None or an integer in 0..2**64-1")
+    if s.temperature == 0 and s.top_k > 1:
+        refuse("top_k", "temperature=0 is greedy, so it would have no effect")
+    if s.temperature == 0 and s.top_p < 1:
+        refuse("top_p", "temperature=0 is greedy, so it would have no effect")
+    if isinstance(s.stop, str) or not all(isinstance(t, str) and t for t in s.stop):
+        refuse("stop", "it must be a tuple of non-empty strings")
+    if s.stop and not has_text:
+        refuse("stop", "the program has no token table to find text with; use stop_ids")
+    if not all(_is_int(t) and 0 <= t < vocab_size for t in s.stop_ids):
+        refuse("stop_ids", f"every id must be in 0..{vocab_size - 1}")
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int | np.integer) and not isinstance(value, bool)

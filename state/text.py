@@ -1,0 +1,57 @@
+"""Token ids to bytes, and stop strings on bytes."""
+
+from collections.abc import Iterable
+
+import numpy as np
+from blake3 import blake3
+
+from purestep.state.hashing import framed
+
+
+class TokenTable:
+    """What each vocabulary id adds to a text, in bytes. Immutable; equal by content.
+
+    Bytes, since one token may hold half a character: joining bytes first and decoding once never
+    shows a replacement character that the text does not have.
+    """
+
+    __slots__ = ("_digest", "pieces")
+
+    def __init__(self, pieces: Iterable[bytes]) -> None:
+        self.pieces = tuple(pieces)
+        self._digest = blake3(framed("purestep/tokens/1", *self.pieces)).digest()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, TokenTable) and self._digest == other._digest
+
+    def __hash__(self) -> int:
+        return int.from_bytes(self._digest[:8], "little")
+
+    def text(self, tokens: np.ndarray) -> str:
+        """Text for people: an unfinished character at the end shows as a replacement character."""
+        return decode(self.join(tokens))
+
+    def join(self, tokens: np.ndarray) -> bytes:
+        """The bytes of a run of tokens; ids the tokenizer does not know add nothing."""
+        known = len(self.pieces)
+        return b"".join(self.pieces[t] for t in tokens.tolist() if t < known)
+
+
+def find_stop(text: bytes, start: int, stops: tuple[str, ...]) -> tuple[int, str] | None:
+    """The earliest stop string that ends after byte `start`: (where it begins, which).
+
+    Of several that begin at one place the longest counts. Only bytes before `start` were searched
+    before, so a match may begin up to a stop string's length earlier.
+    """
+    best: tuple[int, int, str] | None = None
+    for stop in stops:
+        needle = stop.encode()
+        at = text.find(needle, max(0, start - len(needle) + 1))
+        if at >= 0 and (best is None or (at, -len(needle)) < best[:2]):
+            best = (at, -len(needle), stop)
+    return None if best is None else (best[0], best[2])
+
+
+def decode(text: bytes) -> str:
+    """Text for people: an unfinished character at the end shows as a replacement character."""
+    return text.decode("utf-8", errors="replace")
