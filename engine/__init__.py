@@ -1,1 +1,75 @@
-"""The step: schedule, execute, commit, and the drivers around it."""
+"""The step: schedule, execute, commit, and the drivers around it. Open `step.py` first."""
+
+from purestep.engine.adapters import (
+    AdapterFailed,
+    AdapterLoaded,
+    deliver,
+    load_adapter,
+    load_adapter_tensors,
+    pin_adapter,
+    register_adapter,
+    unpin_adapter,
+)
+from purestep.engine.commit import commit
+from purestep.engine.config import Config
+from purestep.engine.execute import execute
+from purestep.engine.fork import fork
+from purestep.engine.generate import generate
+from purestep.engine.loader import Loader
+from purestep.engine.policy import Order, Policy, fcfs
+from purestep.engine.prepare import prepare
+from purestep.engine.program import Program, init, load_program, make_program
+from purestep.engine.requests import abort, branch, submit
+from purestep.engine.schedule import schedule
+from purestep.engine.snapshot import restore, snapshot
+from purestep.engine.step import recover, step
+from purestep.state.canonical import digest
+from purestep.state.engine import DeviceState, EngineState, HostState, progress
+from purestep.state.plan import BatchDescriptor, Outputs, StepPlan, StepResult
+from purestep.state.request import Completion, FinishReason, Request, SamplingParams
+
+__all__ = [
+    "AdapterFailed",
+    "AdapterLoaded",
+    "BatchDescriptor",
+    "Completion",
+    "Config",
+    "DeviceState",
+    "EngineState",
+    "FinishReason",
+    "HostState",
+    "Loader",
+    "Order",
+    "Outputs",
+    "Policy",
+    "Program",
+    "Request",
+    "SamplingParams",
+    "StepPlan",
+    "StepResult",
+    "abort",
+    "branch",
+    "commit",
+    "deliver",
+    "digest",
+    "execute",
+    "fcfs",
+    "fork",
+    "generate",
+    "init",
+    "load_adapter",
+    "load_adapter_tensors",
+    "load_program",
+    "make_program",
+    "pin_adapter",
+    "prepare",
+    "progress",
+    "recover",
+    "register_adapter",
+    "restore",
+    "schedule",
+    "snapshot",
+    "step",
+    "submit",
+    "unpin_adapter",
+]
