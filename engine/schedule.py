@@ -51,8 +51,6 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     rows = add_rows(running.rows, [row for row, _ in admitted.rows])
     count_R = np.append(running.count_R, [count for _, count in admitted.rows]).astype(np.int32)
     requests = _updated_records(host, running, admitted)
-    if config.prefix_caching:
-        _register_blocks(rows, count_R, requests, draft, config.block_size)
 
     loads = _wanted_loads(host)
     ended = (*host.ended, *running.ended, *admitted.ended)
@@ -110,6 +108,10 @@ def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDr
     for row in np.flatnonzero(stays & (need_R > 0)).tolist():
         tables[row] = frozen([*tables[row], *draft.allocate(int(need_R[row]))])
     rows = replace(rows, tables=tuple(tables))
+    end_R = rows.num_computed_R + count_R
+    for row in np.flatnonzero(stays & (end_R // B > rows.num_computed_R // B)).tolist():
+        record, start = host.requests[rows.ids[row]], int(rows.num_computed_R[row])
+        _register_blocks(config, record, tables[row], start, int(end_R[row]), draft)
     records = {}
     for row in leaving:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
@@ -257,6 +259,7 @@ def _start_row(
     computed = len(hits) * B
     count = min(total - computed, room)
     table = frozen([*hits, *draft.allocate(-(-(computed + count) // B) - len(hits))])
+    _register_blocks(config, record, table, computed, computed + count, draft)
     limit = row_limit(config, record)
     row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
     out.rows.append((row, count))
@@ -280,18 +283,19 @@ def _updated_records(host: HostState, running: _Running, admitted: _Admitted) ->
 
 
 def _register_blocks(
-    rows: Rows, count_R: np.ndarray, requests: object, draft: BlockDraft, block_size: int
+    config: Config, record: RequestState, table: np.ndarray, start: int, end: int, draft: BlockDraft
 ) -> None:
-    """Make the blocks that this step fills findable, for requests of this very step too: each
-    layer writes all rows' KV before any row attends."""
-    before_R = rows.num_computed_R // block_size
-    after_R = (rows.num_computed_R + count_R) // block_size
-    for row in np.flatnonzero(after_R > before_R).tolist():
-        record = requests[rows.ids[row]]
-        num_prompt = len(record.prompt_digests)
-        for k in range(int(before_R[row]), int(after_R[row])):
-            known = record.prompt_digests if k < num_prompt else record.generated_digests
-            draft.register(int(rows.tables[row][k]), known[k if k < num_prompt else k - num_prompt])
+    """Make the blocks findable that computing tokens `start` to `end` fills.
+
+    At once, so that a request admitted in this very step can share them: each layer writes all
+    rows' KV before any row attends.
+    """
+    if not config.prefix_caching:
+        return
+    num_prompt = len(record.prompt_digests)
+    for k in range(start // config.block_size, end // config.block_size):
+        known = record.prompt_digests if k < num_prompt else record.generated_digests
+        draft.register(int(table[k]), known[k if k < num_prompt else k - num_prompt])
 
 
 def _versions_in_use(rows: Rows) -> list[str]:

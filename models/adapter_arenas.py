@@ -1,0 +1,85 @@
+"""The values of an adapter: one pass that hashes them, checks them and lays them out in arenas.
+
+L layers, S slices of a fused linear, R rows (the adapter's rank, rounded up to 8), D inputs and O
+outputs of a linear.
+"""
+
+from collections.abc import Iterable
+
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from purestep.models.adapter_names import AdaptedModule
+from purestep.models.config import ModelConfig, fused_linears
+from purestep.state.adapters import ROW_BLOCK
+from purestep.state.hashing import framed
+from purestep.state.pytree import tree
+
+
+@tree
+class Arena:
+    """The adapter's rows of one fused linear in every layer, contiguous, in the engine's dtype.
+
+    Slice s holds child s of the linear: the rows of its A, then zero rows up to R. Column block s
+    of `b_LRO` holds scaling * B of child s, transposed; zeros where the adapter has nothing.
+    """
+
+    a_LSRD: Tensor
+    b_LRO: Tensor
+
+
+def empty_arenas(
+    modules: Iterable[AdaptedModule], config: ModelConfig, dtype: torch.dtype, rank: int
+) -> dict[str, Arena]:
+    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to."""
+    touched = {module.linear.name for module in modules}
+    L, R = config.num_layers, -(-rank // ROW_BLOCK) * ROW_BLOCK
+    return {
+        linear.name: Arena(
+            a_LSRD=torch.zeros(L, len(linear.children), R, linear.in_features, dtype=dtype),
+            b_LRO=torch.zeros(L, R, linear.out_features, dtype=dtype),
+        )
+        for linear in fused_linears(config)
+        if linear.name in touched
+    }
+
+
+def write_(arena: Arena, module: AdaptedModule, a: Tensor, b: Tensor, scaling: float) -> None:
+    """Put one module's A [r, D] and scaling * B [its outputs, r] at their place in the arena."""
+    rank = a.shape[0]
+    for s in module.slices:
+        arena.a_LSRD[module.layer, s, :rank] = a
+    arena.b_LRO[module.layer, :rank, module.columns] = _scaled(b, scaling).T
+
+
+def misfit(tensor: Tensor, factor: float, dtype: torch.dtype) -> str | None:
+    """What is wrong with the values of `tensor`, or with `factor * tensor` as `dtype`."""
+    low, high = torch.aminmax(tensor)  # passes a NaN on, and is 20 times faster than isfinite()
+    peak = torch.maximum(low.abs(), high.abs())
+    if not torch.isfinite(peak):
+        return f"holds NaN or infinity (values from {low:g} to {high:g})"
+    # Rounding keeps order: if the largest magnitude survives these steps, all values do.
+    if not torch.isfinite(_scaled(peak, factor).to(dtype)):
+        value, limit = peak.item() * factor, torch.finfo(dtype).max
+        return f"reaches {value:g} when scaled by {factor:g}, but {dtype} ends at {limit:g}"
+    return None
+
+
+def _scaled(tensor: Tensor, factor: float) -> Tensor:
+    """In float32, whatever the adapter's dtype: 16 bits would round the product a second time."""
+    return tensor.float() * factor
+
+
+def version_hasher(name: str | None) -> blake3:
+    """The start of an adapter's version: in a domain of its own for versions named by callers."""
+    if name is None:
+        return blake3(framed("purestep/adapter/1/tensors"))
+    return blake3(framed("purestep/adapter/1/named", name.encode()))
+
+
+def hash_tensor_(hasher: blake3, module: str, role: str, tensor: Tensor, scaling: float) -> None:
+    """Add one contiguous matrix on the host, with its name and the scaling of its module."""
+    fields = module, role, str(tensor.dtype), f"{tuple(tensor.shape)}", float(scaling).hex()
+    hasher.update(framed("tensor", *(field.encode() for field in fields)))
+    hasher.update(tensor.view(torch.uint8).flatten().numpy())  # its length follows from the fields

@@ -1,0 +1,300 @@
+"""Checkpoint folders: config.json and safetensors in, geometry and a parameter tree out.
+
+O output width of a fused linear, D its input width.
+"""
+
+import copy
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from blake3 import blake3
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
+
+from purestep.models.config import ModelConfig, RopeConfig, fused_linears
+from purestep.models.decoder import Layer, Params
+from purestep.models.rope import ROPE_KINDS
+from purestep.state.errors import CheckpointError
+
+CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config}
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "LlamaModel": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen2Model": "qwen2",
+}
+EMBED, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
+FLOATS = ("F16", "BF16", "F32", "F64")
+
+
+def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelConfig:
+    """The geometry of a Llama or Qwen2 model, from config.json's content or a config object.
+
+    transformers' own class reads the dictionary, so defaults and both spellings of the rotary
+    settings (`rope_theta` with `rope_scaling`, `rope_parameters`) mean what they mean there.
+    Raises CheckpointError naming what is not supported: the architecture, a quantised checkpoint,
+    a sliding window in use, the rope kind, the activation, or sizes that contradict each other.
+    """
+    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    family = _family(given)
+    if given.get("quantization_config"):
+        raise CheckpointError(
+            "quantised checkpoints are not supported (quantization_config is set)"
+        )
+    try:
+        hf = CONFIG_CLASSES[family](**copy.deepcopy(given))
+    except Exception as error:  # the validators of transformers raise many kinds
+        raise CheckpointError(f"config.json of a {family} model is not valid: {error}") from error
+    if hf.hidden_act not in ("silu", "swish"):
+        raise CheckpointError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
+    if any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or ()):
+        raise CheckpointError(
+            "sliding-window attention is not supported (use_sliding_window is set, "
+            f"{hf.sliding_window} tokens from layer {hf.max_window_layers} on)"
+        )
+    config = ModelConfig(
+        architecture="LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM",
+        num_layers=hf.num_hidden_layers,
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_heads=hf.num_attention_heads,
+        num_kv_heads=hf.num_key_value_heads,
+        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
+        vocab_size=hf.vocab_size,
+        max_position=hf.max_position_embeddings,
+        norm_eps=hf.rms_norm_eps,
+        rope=_rope_config(hf.rope_parameters or {}),
+        tie_embeddings=bool(hf.tie_word_embeddings),
+        qkv_bias=family == "qwen2" or hf.attention_bias,
+        out_bias=family == "llama" and hf.attention_bias,
+        mlp_bias=family == "llama" and hf.mlp_bias,
+    )
+    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
+        raise CheckpointError(
+            f"{config.num_heads} query heads must be a multiple of {config.num_kv_heads} key/value "
+            f"heads, and the head size {config.head_dim} even"
+        )
+    return config
+
+
+def _family(given: dict[str, Any]) -> str:
+    architectures = given.get("architectures") or []
+    known = ARCHITECTURES.get(architectures[0]) if architectures else given.get("model_type")
+    if known not in CONFIG_CLASSES:
+        found = architectures[0] if architectures else f"model_type {given.get('model_type')!r}"
+        raise CheckpointError(
+            f"architecture {found} is not supported, only LlamaForCausalLM and Qwen2ForCausalLM"
+        )
+    return known
+
+
+def _rope_config(rope: dict[str, Any]) -> RopeConfig:
+    kind = rope.get("rope_type") or "default"
+    if kind not in ROPE_KINDS:
+        raise CheckpointError(f"rope kind {kind!r} is not supported, only {', '.join(ROPE_KINDS)}")
+    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
+        raise CheckpointError(
+            f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0"
+        )
+    theta = float(rope.get("rope_theta") or 10_000.0)
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    wanted = (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    )
+    if missing := [name for name in wanted if rope.get(name) is None]:
+        raise CheckpointError(f"rope kind 'llama3' lacks {', '.join(missing)}")
+    factor, low, high, original = (rope[name] for name in wanted)
+    return RopeConfig(
+        theta=theta,
+        kind=kind,
+        factor=float(factor),
+        low_freq_factor=float(low),
+        high_freq_factor=float(high),
+        original_max_position=int(original),
+    )
+
+
+def load_checkpoint(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[ModelConfig, Params, str]:
+    """Read a checkpoint folder: its geometry, its weights in `dtype`, its weight digest.
+
+    One model.safetensors, or shards listed by model.safetensors.index.json; names with or without
+    the leading `model.`; with tied embeddings the head is the embedding tensor itself.
+
+    The digest is blake3 over the stored tensors the model uses, sorted by name: a domain tag, then
+    each tensor's name, dtype, shape and bytes, framed by lengths. Sharding, the `dtype` asked for
+    and config.json do not enter (ModelConfig is compared for that).
+
+    Raises CheckpointError naming the file, or the tensor with the shape wanted and found.
+    """
+    path = Path(path)
+    config = model_config_from_hf(_read_json(path / "config.json"))
+    digest = blake3(b"purestep weights v1\n", max_threads=blake3.AUTO)
+    tensors: dict[str, Tensor] = {}
+    for name, tensor in _read_tensors(path, config):
+        header = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.nbytes}".encode()
+        digest.update(len(header).to_bytes(8, "little") + header)
+        digest.update(tensor.flatten().view(torch.uint8).numpy())
+        # A copy: safetensors maps the file, and the file may be replaced while we run.
+        tensors[name] = tensor.to(device=device, dtype=dtype, copy=True)
+    if config.tie_embeddings and HEAD in tensors and not tensors[HEAD].equal(tensors[EMBED]):
+        raise CheckpointError(
+            f"{path}: tie_word_embeddings is set, but {HEAD} differs from {EMBED}; "
+            "set it to false in config.json to use both"
+        )
+    return config, _params(tensors, config), digest.hexdigest()
+
+
+def stop_ids(path: str | Path) -> tuple[int, ...]:
+    """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
+    for name in ("generation_config.json", "config.json"):
+        file = Path(path) / name
+        found = _read_json(file).get("eos_token_id") if file.exists() else None
+        if found is not None:
+            return tuple(found) if isinstance(found, list) else (found,)
+    return ()
+
+
+def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Every tensor the checkpoint must hold, by its name without `model.`, with its shape."""
+    V, D = config.vocab_size, config.hidden_size
+    shapes: dict[str, tuple[int, ...]] = {EMBED: (V, D), NORM: (D,)}
+    if not config.tie_embeddings:
+        shapes[HEAD] = (V, D)
+    for i in range(config.num_layers):
+        shapes[f"layers.{i}.input_layernorm.weight"] = (D,)
+        shapes[f"layers.{i}.post_attention_layernorm.weight"] = (D,)
+        for linear in fused_linears(config):
+            for child, size in zip(linear.children, linear.out_sizes, strict=True):
+                name = f"layers.{i}.{linear.parent}.{child}"
+                shapes[f"{name}.weight"] = (size, linear.in_features)
+                if _has_bias(config, linear.name):
+                    shapes[f"{name}.bias"] = (size,)
+    return shapes
+
+
+def _has_bias(config: ModelConfig, linear: str) -> bool:
+    return {"qkv": config.qkv_bias, "out": config.out_bias}.get(linear, config.mlp_bias)
+
+
+def _read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
+    """The model's tensors by name, sorted; all names, shapes and dtypes are checked before."""
+    wanted = tensor_shapes(config)
+    optional = {HEAD: wanted[EMBED]} if config.tie_embeddings else {}
+    with ExitStack() as stack:
+        found: dict[str, tuple[Any, str]] = {}
+        for file in _weight_files(path):
+            try:
+                handle = stack.enter_context(safe_open(file, framework="pt"))
+            except (SafetensorError, OSError) as error:
+                raise CheckpointError(f"{file} cannot be read: {error}") from error
+            for stored in handle.keys():  # noqa: SIM118 (a safe_open handle is no dict)
+                name = stored.removeprefix("model.")
+                if name in found:
+                    raise CheckpointError(f"{file}: tensor {name} is stored twice")
+                if not name.endswith("rotary_emb.inv_freq"):  # written by old transformers
+                    found[name] = (handle, stored)
+        _check_names(path, wanted, optional, set(found))
+        shapes = wanted | optional
+        for name, (handle, stored) in found.items():
+            _check_tensor(path, stored, handle.get_slice(stored), shapes[name])
+        for name in sorted(found):
+            handle, stored = found[name]
+            yield name, handle.get_tensor(stored)
+
+
+def _weight_files(path: Path) -> list[Path]:
+    index = path / "model.safetensors.index.json"
+    if (single := path / "model.safetensors").exists():
+        return [single]
+    if index.exists():
+        weight_map = _read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map")
+        return [path / name for name in sorted(set(weight_map.values()))]
+    if others := sorted(file.name for file in path.glob("*.bin")):
+        raise CheckpointError(
+            f"{path} holds {', '.join(others)} but no safetensors file: convert it first "
+            "(from_pretrained and save_pretrained of transformers do)"
+        )
+    raise CheckpointError(f"{path} holds neither {single.name} nor {index.name}")
+
+
+def _check_names(
+    path: Path, wanted: dict[str, tuple[int, ...]], optional: dict[str, Any], found: set[str]
+) -> None:
+    if missing := [name for name in wanted if name not in found]:
+        shapes = ", ".join(f"{name} {wanted[name]}" for name in missing[:8])
+        raise CheckpointError(f"{path}: {len(missing)} tensors are missing: {shapes}")
+    if foreign := sorted(found - wanted.keys() - optional.keys()):
+        raise CheckpointError(
+            f"{path}: {len(foreign)} tensors are unexpected: {', '.join(foreign[:8])}"
+        )
+
+
+def _check_tensor(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
+    if tuple(stored.get_shape()) != shape:
+        raise CheckpointError(
+            f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, wanted {shape}"
+        )
+    if stored.get_dtype() not in FLOATS:
+        raise CheckpointError(
+            f"{path}: tensor {name} has dtype {stored.get_dtype()}, wanted one of {FLOATS}"
+        )
+
+
+def _params(tensors: dict[str, Tensor], config: ModelConfig) -> Params:
+    """Consumes `tensors`, so that no child of a fused linear is held longer than needed."""
+    layers = tuple(_layer(tensors, config, i) for i in range(config.num_layers))
+    embed_VD = tensors[EMBED]
+    head_VD = embed_VD if config.tie_embeddings else tensors[HEAD]
+    return Params(embed_VD=embed_VD, layers=layers, norm_D=tensors[NORM], head_VD=head_VD)
+
+
+def _layer(tensors: dict[str, Tensor], config: ModelConfig, i: int) -> Layer:
+    weights: dict[str, Tensor] = {}
+    biases: dict[str, Tensor | None] = {}
+    for linear in fused_linears(config):
+        names = [f"layers.{i}.{linear.parent}.{child}" for child in linear.children]
+        weights[linear.name] = _stack([tensors.pop(f"{name}.weight") for name in names])
+        biases[linear.name] = (
+            _stack([tensors.pop(f"{name}.bias") for name in names])
+            if _has_bias(config, linear.name)
+            else None
+        )
+    return Layer(
+        attn_norm_D=tensors[f"layers.{i}.input_layernorm.weight"],
+        qkv_OD=weights["qkv"],
+        qkv_bias_O=biases["qkv"],
+        out_DO=weights["out"],
+        out_bias_D=biases["out"],
+        mlp_norm_D=tensors[f"layers.{i}.post_attention_layernorm.weight"],
+        gate_up_OD=weights["gate_up"],
+        gate_up_bias_O=biases["gate_up"],
+        down_DF=weights["down"],
+        down_bias_D=biases["down"],
+    )
+
+
+def _stack(children: list[Tensor]) -> Tensor:
+    return torch.cat(children) if len(children) > 1 else children[0]
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{file} cannot be read: {error}") from error
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{file} holds {type(content).__name__}, wanted an object")
+    return content
