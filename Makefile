@@ -1,0 +1,36 @@
+# Everything sets itself up: `make demo` and `make test` work on a fresh machine with Python >= 3.11.
+
+PYTHON ?= python3
+VENV   ?= .venv
+RUN    := $(VENV)/bin/python
+
+.PHONY: demo test test-fast lint adapters clean
+
+demo: $(VENV)/ready
+	$(RUN) -m tests.examples.demo
+
+test: $(VENV)/ready
+	$(RUN) -m pytest
+
+test-fast: $(VENV)/ready
+	$(RUN) -m pytest -m "not slow and not model"
+
+lint: $(VENV)/ready
+	$(RUN) -m ruff check .
+	$(RUN) -m ruff format --check .
+
+# Trains the demo's adapters anew (they are committed, so nothing else needs this).
+adapters: $(VENV)/ready
+	$(RUN) -m tests.examples.train_adapters
+
+$(VENV)/ready: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
+		f"purestep needs Python >= 3.11, {sys.executable} is {sys.version.split()[0]}: \
+		make PYTHON=/path/to/python3.11")'
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --upgrade pip
+	$(RUN) -m pip install --disable-pip-version-check --constraint constraints.txt --editable ".[dev]"
+	@touch $@
+
+clean:
+	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
