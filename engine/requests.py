@@ -27,8 +27,7 @@ from purestep.state.hashing import block_digests, chain_root, random_stream, req
 from purestep.state.request import (
     Request,
     RequestState,
-    check_sampling,
-    checked_tokens,
+    checked_request,
     frozen,
 )
 
@@ -44,13 +43,13 @@ def submit(state: EngineState, request: Request) -> EngineState:
 
 def submit_host(config: Config, host: HostState, request: Request) -> HostState:
     """`submit` on the host state alone."""
-    tokens = _checked(config, host, request)
+    request = _checked(config, host, request)
     who = f"request {request.id!r}"
     version, loading = resolve(host.adapters, request.adapter, who)
     given = request.sampling.seed
-    seed = request_seed(config.seed, request.id) if given is None else int(given)
+    seed = request_seed(config.seed, request.id) if given is None else given
     record = RequestState(
-        request=replace(request, tokens=tokens),
+        request=request,
         arrival=host.arrivals,
         version=None,
         loading=True,
@@ -80,20 +79,23 @@ def submit_host(config: Config, host: HostState, request: Request) -> HostState:
     )
 
 
-def _checked(config: Config, host: HostState, request: Request) -> np.ndarray:
-    if not isinstance(request.id, str) or not request.id:
-        raise RequestError(f"request id {request.id!r} must be a non-empty string")
+def _checked(config: Config, host: HostState, request: Request) -> Request:
+    request = checked_request(
+        request,
+        vocab_size=config.model.vocab_size,
+        max_context=config.max_context,
+        has_text=config.tokens is not None,
+    )
     if request.id in host.requests:
         raise RequestError(f"request {request.id!r}: a live request has this id")
-    tokens = checked_tokens(request, config.model.vocab_size, config.max_context)
-    needed = -(-(len(tokens) + 1) // config.block_size)
+    count = len(request.tokens)
+    needed = -(-(count + 1) // config.block_size)
     if needed > config.num_blocks:
         raise RequestError(
-            f"request {request.id!r}: {len(tokens)} prompt tokens and one generated token need "
+            f"request {request.id!r}: {count} prompt tokens and one generated token need "
             f"{needed} blocks of {config.block_size}, but num_blocks={config.num_blocks}"
         )
-    check_sampling(request, config.model.vocab_size, config.tokens is not None)
-    return tokens
+    return request
 
 
 def bind(config: Config, record: RequestState, version: str | None) -> RequestState:

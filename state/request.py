@@ -1,7 +1,7 @@
 """What the caller asked for, and how far it has come."""
 
-import math
 from collections.abc import Sequence
+from dataclasses import replace
 from enum import StrEnum
 from typing import Any
 
@@ -108,6 +108,29 @@ def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
     return array
 
 
+def checked_request(
+    request: Request, *, vocab_size: int, max_context: int, has_text: bool
+) -> Request:
+    """The request in plain Python values and a read-only int32 prompt.
+
+    Raises RequestError or SamplingError naming the request, the field, its value and the limit.
+    """
+    if not isinstance(request.id, str) or not request.id or not _is_unicode(request.id):
+        raise RequestError(f"request id {request.id!r} must be a non-empty string of Unicode")
+    salt = request.salt
+    if salt is not None and not (isinstance(salt, str) and _is_unicode(salt)):
+        raise RequestError(f"request {request.id!r}: salt={salt!r} must be None or a string")
+    if not isinstance(request.sampling, SamplingParams):
+        raise RequestError(
+            f"request {request.id!r}: sampling={request.sampling!r} must be SamplingParams"
+        )
+    return replace(
+        request,
+        tokens=checked_tokens(request, vocab_size, max_context),
+        sampling=check_sampling(request, vocab_size, has_text),
+    )
+
+
 def checked_tokens(request: Request, vocab_size: int, max_context: int) -> np.ndarray:
     """The prompt as a read-only int32 array.
 
@@ -115,7 +138,10 @@ def checked_tokens(request: Request, vocab_size: int, max_context: int) -> np.nd
     room for one generated token in the context.
     """
     who = f"request {request.id!r}"
-    wide = np.asarray(request.tokens)
+    try:
+        wide = np.asarray(request.tokens)
+    except ValueError:  # a ragged list
+        wide = np.array(None)
     if wide.ndim != 1 or (wide.size and wide.dtype.kind not in "iu"):
         raise RequestError(
             f"{who}: tokens must be a flat sequence of integers, "
@@ -136,34 +162,64 @@ def checked_tokens(request: Request, vocab_size: int, max_context: int) -> np.nd
     return frozen(wide)
 
 
-def check_sampling(request: Request, vocab_size: int, has_text: bool) -> None:
-    """Raise SamplingError, naming field, value and limit, for what cannot take effect."""
+LARGEST_INT = 2**31 - 1  # what a column of the running rows holds
+LARGEST_TEMPERATURE = 1e6  # far beyond uniform, and any quotient is finite in float32
+
+
+def check_sampling(request: Request, vocab_size: int, has_text: bool) -> SamplingParams:
+    """The sampling parameters in plain Python values.
+
+    Raises SamplingError, naming field, value and limit, for what cannot take effect. `top_k` and
+    `max_tokens` above what a column holds mean the same as the largest value it holds.
+    """
     s, who = request.sampling, f"request {request.id!r}"
 
-    def refuse(field: str, rule: str) -> None:
-        raise SamplingError(f"{who}: {field}={getattr(s, field)!r}, but {rule}")
+    def check(holds: bool, field: str, rule: str) -> None:
+        if not holds:
+            raise SamplingError(f"{who}: {field}={getattr(s, field)!r}, but {rule}")
 
-    if not (isinstance(s.temperature, int | float) and 0 <= s.temperature < math.inf):
-        refuse("temperature", "it must be finite and at least 0")
-    if not (isinstance(s.top_p, int | float) and 0 < s.top_p <= 1):
-        refuse("top_p", "it must be above 0 and at most 1")
-    if not _is_int(s.top_k) or s.top_k < 0:
-        refuse("top_k", "it must be an integer, 0 for no limit or at least 1")
-    if not _is_int(s.max_tokens) or s.max_tokens < 1:
-        refuse("max_tokens", "it must be an integer of at least 1")
-    if s.seed is not None and not (_is_int(s.seed) and 0 <= s.seed < 2**64):
-        refuse("seed", "it must be None or an integer in 0..2**64-1")
-    if s.temperature == 0 and s.top_k > 1:
-        refuse("top_k", "temperature=0 is greedy, so it would have no effect")
-    if s.temperature == 0 and s.top_p < 1:
-        refuse("top_p", "temperature=0 is greedy, so it would have no effect")
-    if isinstance(s.stop, str) or not all(isinstance(t, str) and t for t in s.stop):
-        refuse("stop", "it must be a tuple of non-empty strings")
-    if s.stop and not has_text:
-        refuse("stop", "the program has no token table to find text with; use stop_ids")
-    if not all(_is_int(t) and 0 <= t < vocab_size for t in s.stop_ids):
-        refuse("stop_ids", f"every id must be in 0..{vocab_size - 1}")
+    warm = _is_number(s.temperature) and 0 <= s.temperature <= LARGEST_TEMPERATURE
+    check(warm, "temperature", f"it must be finite and at least 0, at most {LARGEST_TEMPERATURE}")
+    check(_is_number(s.top_p) and 0 < s.top_p <= 1, "top_p", "it must be above 0 and at most 1")
+    whole = _is_int(s.top_k) and s.top_k >= 0
+    check(whole, "top_k", "it must be an integer, 0 for no limit or at least 1")
+    check(_is_int(s.max_tokens) and s.max_tokens >= 1, "max_tokens", "it must be at least 1")
+    seeded = s.seed is None or (_is_int(s.seed) and 0 <= s.seed < 2**64)
+    check(seeded, "seed", "it must be None or an integer in 0..2**64-1")
+    drawn = s.temperature > 0
+    check(drawn or s.top_k <= 1, "top_k", "temperature=0 is greedy, so it would have no effect")
+    check(drawn or s.top_p == 1, "top_p", "temperature=0 is greedy, so it would have no effect")
+    words = _is_list(s.stop) and all(isinstance(w, str) and w and _is_unicode(w) for w in s.stop)
+    check(words, "stop", "it must be a tuple of non-empty strings")
+    missing = "the program has no token table to find text with; use stop_ids"
+    check(has_text or not s.stop, "stop", missing)
+    ids = _is_list(s.stop_ids) and all(_is_int(t) and 0 <= t < vocab_size for t in s.stop_ids)
+    check(ids, "stop_ids", f"it must be a tuple of ids in 0..{vocab_size - 1}")
+    check(isinstance(s.ignore_eos, bool), "ignore_eos", "it must be True or False")
+    return SamplingParams(
+        temperature=float(s.temperature),
+        top_k=min(int(s.top_k), LARGEST_INT),
+        top_p=float(s.top_p),
+        seed=None if s.seed is None else int(s.seed),
+        max_tokens=min(int(s.max_tokens), LARGEST_INT),
+        stop=tuple(s.stop),
+        stop_ids=tuple(int(t) for t in s.stop_ids),
+        ignore_eos=s.ignore_eos,
+    )
 
 
 def _is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, float | np.floating) or _is_int(value)
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, tuple | list | np.ndarray)
+
+
+def _is_unicode(text: str) -> bool:
+    """Whether it can be written as bytes: JSON can hold half of a surrogate pair."""
+    return not any("\ud800" <= c <= "\udfff" for c in text)
