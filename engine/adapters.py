@@ -16,7 +16,7 @@ from purestep.engine.requests import bind
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
 from purestep.state import adapters as ledger_of
 from purestep.state.adapters import AdapterInfo, AdapterLedger, count_users
-from purestep.state.engine import EngineState, HostState, completion
+from purestep.state.engine import EngineState, HostState, completion, drop_blobs
 from purestep.state.errors import AdapterError
 from purestep.state.request import FinishReason
 
@@ -36,6 +36,7 @@ class AdapterFailed:
 
     name: str
     error: str
+    source: str | None = None  # what was read, where the caller knows
 
 
 def load_adapter(state: EngineState, source: str | os.PathLike, *, name: str) -> EngineState:
@@ -109,6 +110,9 @@ def deliver(state: EngineState, event: AdapterLoaded | AdapterFailed) -> EngineS
     The only way in for what was read in the background, so the order of completion is data. An
     adapter that cannot be registered counts as failed: requests that wait for it end with an error.
     """
+    if event.source not in (None, state.host.adapters.sources.get(event.name)):
+        # The name was given another source meanwhile; that one is asked for by the next step.
+        return _with_ledger(state, ledger_of.load_failed(state.host.adapters, event.name))
     if isinstance(event, AdapterLoaded):
         try:
             return deliver_loaded(state, event)
@@ -151,18 +155,6 @@ def _checked_name(name: str) -> str:
 
 def _with_ledger(state: EngineState, ledger: AdapterLedger) -> EngineState:
     return drop_blobs(replace(state, host=replace(state.host, adapters=ledger)))
-
-
-def drop_blobs(state: EngineState) -> EngineState:
-    """The state without tensors of versions that are no longer registered."""
-    registered = state.host.adapters.registered
-    gone = [version for version in state.blobs if version not in registered]
-    if not gone:
-        return state
-    with state.blobs.mutate() as blobs:
-        for version in gone:
-            del blobs[version]
-        return replace(state, blobs=blobs.finish())
 
 
 def _fail_waiting(config: Config, host: HostState, event: AdapterFailed) -> HostState:

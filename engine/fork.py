@@ -26,7 +26,7 @@ def fork(program: Program, state: EngineState, num_blocks: int | None = None) ->
     host = quiet(state.host, "fork")
     config = state.config
     if num_blocks is None:
-        kept = sorted({*host.blocks.refs, *host.blocks.digest_of, *(a for a, _ in host.copies)})
+        kept = sorted({*host.blocks.refs, *host.blocks.digest_of})
         pairs = [(block, block) for block in kept]
     else:
         host, pairs = _renumbered(host, num_blocks)
@@ -55,25 +55,19 @@ def _copy_adapters_(source: Pool, target: Pool) -> None:
 
 
 def _renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[int, int]]]:
-    """The host state on blocks 0, 1, ... of a pool of `num_blocks`, and what to copy where.
-
-    Copies that branches still wait for are done on the way.
-    """
+    """The host state on blocks 0, 1, ... of a pool of `num_blocks`, and what to copy where."""
     live = sorted(host.blocks.refs)
     if len(live) > num_blocks:
         raise ConfigError(f"fork: num_blocks={num_blocks}, but {len(live)} blocks are live")
     place = {old: new for new, old in enumerate(live)}
-    holds = {block: block for block in live}  # whose content each block is to have
-    for origin, target in host.copies:
-        holds[target] = holds.get(origin, origin)
     tables = tuple(frozen([place[b] for b in t.tolist()]) for t in host.rows.tables)
     renumbered = replace(
         host,
         rows=replace(host.rows, tables=tables),
         blocks=_renumbered_blocks(host.blocks, place, num_blocks),
-        copies=(),
+        copies=tuple((place[source], place[target]) for source, target in host.copies),
     )
-    return renumbered, [(holds[old], new) for old, new in place.items()]
+    return renumbered, list(place.items())
 
 
 def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int) -> BlockLedger:

@@ -38,5 +38,5 @@ class Loader:
         try:
             adapter = read(self._config, source, name)
         except (AdapterError, OSError) as error:
-            return AdapterFailed(name=name, error=str(error))
+            return AdapterFailed(name=name, error=str(error), source=source)
         return AdapterLoaded(name=name, source=source, adapter=adapter)

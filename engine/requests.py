@@ -16,6 +16,8 @@ from purestep.state.engine import (
     HostState,
     Rows,
     add_rows,
+    drop_blobs,
+    drop_copies,
     live,
     make_row,
     progress,
@@ -112,17 +114,18 @@ def abort(state: EngineState, request_id: str) -> EngineState:
 
     Raises UnknownRequestError.
     """
-    return replace(state, host=abort_host(state.host, request_id))
+    return drop_blobs(replace(state, host=abort_host(state.host, request_id)))
 
 
 def abort_host(host: HostState, request_id: str) -> HostState:
     """`abort` on the host state alone. A plan in flight loses the row at its commit."""
     record = live(host, request_id)
-    rows, blocks = host.rows, host.blocks
+    rows, blocks, copies = host.rows, host.blocks, host.copies
     if request_id in rows.ids:
         row = rows.ids.index(request_id)
         draft = BlockDraft(blocks)
         draft.release(rows.tables[row])
+        copies = drop_copies(host.copies, draft)
         blocks = draft.finish()
         rows = take_rows(rows, [r for r in range(len(rows.ids)) if r != row])
     return replace(
@@ -131,6 +134,7 @@ def abort_host(host: HostState, request_id: str) -> HostState:
         waiting=tuple(i for i in host.waiting if i != request_id),
         rows=rows,
         blocks=blocks,
+        copies=copies,
         adapters=count_users(host.adapters, ((record.version, -1),)),
     )
 
@@ -216,6 +220,9 @@ def _branched_row(
     copies = []
     if computed % config.block_size:
         (block,) = draft.allocate(1)
+        # Held until the step that copies is planned, which then cannot hand it out itself: if that
+        # step fails and is tried again, the content is still there.
+        draft.retain([table[full]])
         copies.append((table[full], block))
         table = [*table[:full], block]
     row = make_row(

@@ -7,6 +7,7 @@ prompt never starves them; a step that preempts admits nobody (multi_lora.md, 11
 from dataclasses import dataclass, replace
 
 import numpy as np
+from immutables import Map
 
 from purestep.engine.config import Config, describe, row_limit
 from purestep.engine.policy import Order, Policy, checked_order, fcfs
@@ -16,6 +17,7 @@ from purestep.state.adapters import (
     activate,
     count_users,
     load_asked,
+    num_unevictable,
     touch,
     victims_for,
 )
@@ -50,11 +52,14 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
 
     rows = add_rows(running.rows, [row for row, _ in admitted.rows])
     count_R = np.append(running.count_R, [count for _, count in admitted.rows]).astype(np.int32)
-    requests = _updated_records(host, running, admitted)
 
+    for source, _ in host.copies:
+        draft.release([source])  # after all allocations: this plan reads it
     loads = _wanted_loads(host)
-    ended = (*host.ended, *running.ended, *admitted.ended)
-    gone = [c.id for c in (*running.ended, *admitted.ended)]
+    hopeless = () if loads else _hopeless_loads(config, host)
+    ended = (*running.ended, *admitted.ended, *hopeless)
+    gone = [c.id for c in ended]
+    requests = _updated_records(host, running.records | admitted.records, gone)
     adapters = touch(admitted.adapters, _versions_in_use(rows))
     adapters = load_asked(adapters, (name for name, _ in loads))
     if gone:
@@ -62,7 +67,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     plan = _make_plan(config, host, rows, count_R, requests, adapters, draft.allocated)
     plan = replace(
         plan,
-        ended=ended,
+        ended=(*host.ended, *ended),
         loads=loads,
         num_hit_tokens=admitted.num_hit_tokens,
         num_preempted=len(running.preempted),
@@ -204,6 +209,10 @@ def _admit(
         if victims is None:
             skipped.append(record)
             continue
+        if -(-_num_tokens(record) // config.block_size) > config.num_blocks:
+            # A branch of a row whose next token outgrows the pool; the row itself ends likewise.
+            out.ended.append(_end(config, record, FinishReason.CAPACITY))
+            continue
         if not _blocks_suffice(config, record, draft):
             break
         if record.version is not None:
@@ -215,7 +224,7 @@ def _admit(
         # Nothing runs, so only pins can be in the way, and no later step would change that.
         pins = len(host.adapters.pins)
         why = f"pinned adapters ({pins}) leave no place for it: max_active_adapters, lora_rows"
-        out.ended = [
+        out.ended += [
             _end(config, r, FinishReason.ERROR, f"adapter {r.request.adapter!r}: {why}")
             for r in skipped
         ]
@@ -270,9 +279,9 @@ def _start_row(
     return count
 
 
-def _updated_records(host: HostState, running: _Running, admitted: _Admitted) -> object:
-    changes = running.records | admitted.records
-    gone = [c.id for c in (*running.ended, *admitted.ended)]
+def _updated_records(
+    host: HostState, changes: dict[str, RequestState], gone: list[str]
+) -> Map[str, RequestState]:
     if not (changes or gone):
         return host.requests
     with host.requests.mutate() as requests:
@@ -303,12 +312,32 @@ def _versions_in_use(rows: Rows) -> list[str]:
 
 
 def _wanted_loads(host: HostState) -> tuple[tuple[str, str], ...]:
-    """Adapters that waiting requests need and nobody has asked for yet."""
+    """Adapters that waiting requests need, nobody has asked for yet, and the host tier can take.
+
+    The others are asked for once users of registered ones have finished.
+    """
+    ledger = host.adapters
     names = dict.fromkeys(
         host.requests[i].request.adapter for i in host.waiting if host.requests[i].loading
     )
-    ledger = host.adapters
-    return tuple((name, ledger.sources[name]) for name in names if name not in ledger.loading)
+    room = ledger.max_registered - len(ledger.loading) - num_unevictable(ledger)
+    wanted = [name for name in names if name not in ledger.loading]
+    return tuple((name, ledger.sources[name]) for name in wanted[: max(room, 0)])
+
+
+def _hopeless_loads(config: Config, host: HostState) -> tuple[Completion, ...]:
+    """The ends of requests whose adapter can never be registered: all others are kept for ever.
+
+    That is so when nothing but loading requests is left and no load is, or can be, under way.
+    """
+    waits = [host.requests[i] for i in host.waiting]
+    if host.rows.ids or host.adapters.loading or not all(r.loading for r in waits):
+        return ()
+    limit = host.adapters.max_registered
+    why = f"max_registered_adapters={limit} are pinned or were given as tensors"
+    return tuple(
+        _end(config, r, FinishReason.ERROR, f"adapter {r.request.adapter!r}: {why}") for r in waits
+    )
 
 
 def _make_plan(
@@ -316,7 +345,7 @@ def _make_plan(
     host: HostState,
     rows: Rows,
     count_R: np.ndarray,
-    requests: object,
+    requests: Map[str, RequestState],
     adapters: AdapterLedger,
     allocated: list[int],
 ) -> StepPlan:
@@ -343,7 +372,7 @@ def _make_plan(
         sampling=SamplingRows(
             temperature_S=frozen(active.temperature_R[sampled_R], np.float32),
             top_k_S=frozen(active.top_k_R[sampled_R]),
-            top_p_S=frozen(active.top_p_R[sampled_R], np.float32),
+            top_p_S=frozen(active.top_p_R[sampled_R], np.float64),
             stream_S=frozen(active.stream_R[sampled_R], np.uint64),
             position_S=frozen(active.num_tokens_R[sampled_R]),
         ),
@@ -357,7 +386,7 @@ def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:
     return tuple(sorted(places, key=lambda place: place.slot))
 
 
-def _step_tokens(rows: Rows, count_R: np.ndarray, requests: object) -> np.ndarray:
+def _step_tokens(rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]) -> np.ndarray:
     """The ids of all rows' windows, row after row."""
     B = rows.tail_RB.shape[1]
     newest_R = rows.num_computed_R == rows.num_tokens_R - 1

@@ -56,7 +56,7 @@ def snapshot(state: EngineState, path: str | os.PathLike) -> None:
 
 
 def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> None:
-    blocks = _kept_blocks(host)
+    blocks = sorted({*host.blocks.refs, *host.blocks.digest_of})
     index = torch.tensor(blocks, dtype=torch.int64, device=state.config.device)
     save_file(
         {f"layer.{i}": kv[:, index].cpu().contiguous() for i, kv in enumerate(pool.kv)}, folder / KV
@@ -81,11 +81,6 @@ def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> Non
         "host": to_plain(host),
     }
     (folder / STATE).write_text(json.dumps(meta, sort_keys=True))
-
-
-def _kept_blocks(host: HostState) -> list[int]:
-    ledger = host.blocks
-    return sorted({*ledger.refs, *ledger.digest_of, *(source for source, _ in host.copies)})
 
 
 def _sources(host: HostState, version: str) -> list[tuple[str, str]]:

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 import numpy as np
 
-from purestep.engine.adapters import drop_blobs
 from purestep.engine.commit import commit
 from purestep.engine.execute import execute
 from purestep.engine.policy import Policy, fcfs
@@ -17,6 +16,8 @@ from purestep.state.engine import (
     EngineState,
     HostState,
     completed_record,
+    drop_blobs,
+    drop_copies,
     quiet,
     take_rows,
 )
@@ -86,12 +87,14 @@ def _without_overwritten(host: HostState, lost: Overwrites) -> HostState:
     adapters = host.adapters
     for version in lost.adapters:
         adapters = evict(adapters, version)
+    copies = drop_copies(host.copies, draft)
     kept = [row for row in range(len(host.rows.ids)) if row not in hurt]
     return replace(
         host,
         rows=take_rows(host.rows, kept),
         requests=host.requests.update(records),
         waiting=(*records, *host.waiting),
+        copies=copies,
         blocks=draft.finish(),
         adapters=adapters,
     )

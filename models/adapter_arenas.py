@@ -58,7 +58,7 @@ def misfit(tensor: Tensor, factor: float, dtype: torch.dtype) -> str | None:
     low, high = torch.aminmax(tensor)  # passes a NaN on, and is 20 times faster than isfinite()
     peak = torch.maximum(low.abs(), high.abs())
     if not torch.isfinite(peak):
-        return f"holds NaN or infinity (values from {low:g} to {high:g})"
+        return "holds NaN" if torch.isnan(peak) else f"holds infinity ({low:g} to {high:g})"
     # Rounding keeps order: if the largest magnitude survives these steps, all values do.
     if not torch.isfinite(_scaled(peak, factor).to(dtype)):
         value, limit = peak.item() * factor, torch.finfo(dtype).max

@@ -166,7 +166,7 @@ def _build(
     arenas, hasher = empty_arenas(modules, config, dtype, rank), version_hasher(version)
     for module in modules:
         scaling = scaling_of(adapter_config, module.file_name)
-        a, b = (tensors[n].detach().cpu().contiguous() for n in (module.a, module.b))
+        a, b = (_copy(tensors[name]) for name in (module.a, module.b))
         if version is None:
             hash_tensor_(hasher, module.name, "A", a, scaling)
             hash_tensor_(hasher, module.name, "B", b, scaling)
@@ -185,6 +185,11 @@ def _build(
     )
 
 
+def _copy(tensor: Tensor) -> Tensor:
+    """Contiguous, on the host, and ours: what is hashed is what is used, if training goes on."""
+    return tensor.detach().to("cpu", copy=True).contiguous()
+
+
 def _check(
     tensors: Mapping[str, Tensor],
     adapter_config: AdapterConfig,
@@ -200,8 +205,8 @@ def _check(
         what = f"rank {max(wide.values())} is above the limit max_lora_rank={max_rank}"
         findings[what] = [quote(name) for name in wide]
     if findings or not modules:
-        usage = f"{2 * len(modules)} of {len(tensors)} tensors are LoRA pairs of this model"
-        raise AdapterError("; ".join([f"{label}: {usage}", *describe(findings)]))
+        usage = f"{2 * len(modules)} of {len(tensors)} tensors pair up as LoRA of this model"
+        raise AdapterError(f"{label}: {'; '.join([*describe(findings), usage])}")
     return modules
 
 

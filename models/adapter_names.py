@@ -126,8 +126,9 @@ def _targets(config: ModelConfig) -> Targets:
     """(parent, projection) -> the linear and its slices, for split and for fused spellings."""
     targets = {}
     for linear in fused_linears(config):
-        everything = tuple(range(len(linear.children)))
-        targets[linear.parent, f"{linear.name}_proj"] = (linear, everything)
+        if len(linear.children) > 1:
+            everything = tuple(range(len(linear.children)))
+            targets[linear.parent, f"{linear.name}_proj"] = (linear, everything)
         for i, child in enumerate(linear.children):
             targets[linear.parent, child] = (linear, (i,))
     return targets

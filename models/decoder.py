@@ -5,6 +5,7 @@ O output width of a fused linear, S slices of it (or sampled rows), P paged adap
 """
 
 from collections.abc import Callable, Sequence
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -192,5 +193,47 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def compile_layer() -> LayerFn:
-    """decoder_layer compiled once for all layers and token counts."""
-    return torch.compile(decoder_layer, fullgraph=True, dynamic=True)
+    """`decoder_layer`, compiled: one graph with adapters and one without, whatever the batch.
+
+    All layers, token counts, row counts, block table widths and pool sizes share them, 1 included,
+    so nothing needs padding. Weights, G and P are part of the graph: another model, or another
+    pool of adapter rows, compiles again. Adapters that are passed without `batch.lora` (or the
+    other way round) make no third graph. Every call of this function has graphs of its own.
+    """
+    # Graphs hang on the code object and their number is limited to 8, for all models together.
+    own = FunctionType(decoder_layer.__code__.replace(), decoder_layer.__globals__)
+    compiled = torch.compile(own, fullgraph=True, dynamic=False)
+
+    def layer_fn(
+        layer: Layer,
+        adapters: LayerAdapters | None,
+        kv: Tensor,
+        h_TD: Tensor,
+        cos_TH: Tensor,
+        sin_TH: Tensor,
+        batch: Batch,
+        config: ModelConfig,
+    ) -> Tensor:
+        if batch.lora is None:
+            adapters = None
+        if not hasattr(batch.kv_index_T, "_dynamo_unbacked_indices"):
+            _mark_sizes(kv, h_TD, cos_TH, sin_TH, batch)
+        return compiled(layer, adapters, kv, h_TD, cos_TH, sin_TH, batch, config)
+
+    return layer_fn
+
+
+def _mark_sizes(kv: Tensor, h_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor, batch: Batch) -> None:
+    """Tell the compiler which sizes vary. It matters when a graph is made, which is always in the
+    first layer that sees a batch; there it takes 60 us, in every layer it would take 2 ms a step.
+
+    Unbacked, since `dynamic=True` makes graphs of its own for size 1 and for a size that happens
+    to equal another one (T = 2 and the two halves of kv): 8 graphs in a walk over T = 1..64."""
+    from torch._dynamo.decorators import mark_unbacked  # here: it doubles the import time of torch
+
+    for tensor in (h_TD, cos_TH, sin_TH, batch.kv_index_T, batch.query_start_R1):
+        mark_unbacked(tensor, 0)
+    for tensor in (batch.context_len_R, *(() if batch.lora is None else (batch.lora.token_T,))):
+        mark_unbacked(tensor, 0)
+    mark_unbacked(batch.block_table_RM, (0, 1))
+    mark_unbacked(kv, 1)

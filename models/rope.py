@@ -46,6 +46,8 @@ def rope_table(inv_freq: Tensor, position_T: Tensor, dtype: torch.dtype) -> tupl
 
 def apply_rope(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
     """Rotate channel pairs (i, i + H/2) of every head by the token's angles."""
+    torch._check(cos_TH.shape[0] == x_TNH.shape[0])  # the compiler learns it here
+    torch._check(sin_TH.shape[0] == x_TNH.shape[0])
     first, second = x_TNH.chunk(2, dim=-1)
     turned_TNH = torch.cat((-second, first), dim=-1)
     return x_TNH * cos_TH[:, None] + turned_TNH * sin_TH[:, None]

@@ -48,4 +48,5 @@ torch.library.define(
     "purestep::kv_write_", "(Tensor(a!) kv, Tensor k_TKH, Tensor v_TKH, Tensor kv_index_T) -> ()"
 )
 torch.library.impl("purestep::kv_write_", ("cpu", "cuda"), kv_write_ref_)
-torch.library.register_fake("purestep::kv_write_", check_kv_write)
+# The fake reads no size, so that a compiled graph fits every number of tokens.
+torch.library.register_fake("purestep::kv_write_", lambda *_: None)

@@ -57,12 +57,12 @@ def keep_top_k(logits_SV: Tensor, top_k_S: Tensor) -> Tensor:
 def keep_top_p(logits_SV: Tensor, top_p_S: Tensor) -> Tensor:
     """Minus infinity outside the smallest set of tokens whose probability reaches top_p.
 
-    Ascending cumulative sums and a stable sort, as transformers' TopPLogitsWarper; the most likely
-    token always stays.
+    Ascending cumulative sums, as transformers' TopPLogitsWarper, with 1 - top_p rounded once, from
+    float64; the most likely token always stays.
     """
-    ascending_SV, order_SV = torch.sort(logits_SV, dim=-1, stable=True)
+    ascending_SV, order_SV = torch.sort(logits_SV, dim=-1)
     mass_SV = ascending_SV.softmax(-1).cumsum(-1)
-    drop_SV = mass_SV <= (1 - top_p_S[:, None])
+    drop_SV = mass_SV <= (1 - top_p_S.double()).float()[:, None]
     drop_SV[:, -1] = False
     drop_SV = torch.zeros_like(drop_SV).scatter(1, order_SV, drop_SV)
     return logits_SV.masked_fill(drop_SV, -torch.inf)

@@ -103,8 +103,17 @@ def resolve(ledger: AdapterLedger, name: str | None, who: str) -> tuple[str | No
 
 
 def add_source(ledger: AdapterLedger, name: str, source: str) -> AdapterLedger:
-    """Make `name` known without reading it; the first request that uses it causes the load."""
-    return replace(ledger, sources=ledger.sources.set(name, source))
+    """Make `name` known without reading it; the first request that uses it causes the load.
+
+    A name that is bound to something else is unbound, so that no request gets the old weights.
+    Raises AdapterError for a pinned name.
+    """
+    if ledger.sources.get(name) == source:
+        return ledger
+    if name in ledger.pins:
+        raise AdapterError(f"adapter {name!r} is pinned: unpin it, or load the new source at once")
+    names = ledger.names.delete(name) if name in ledger.names else ledger.names
+    return drop_unnamed(replace(ledger, names=names, sources=ledger.sources.set(name, source)))
 
 
 def add_adapter(
@@ -113,8 +122,8 @@ def add_adapter(
     """Register `info` and bind `name` to it. Requests already running keep the version they have.
 
     A version that lost its last name is dropped once no request uses it. Raises AdapterError,
-    before any change, when its rank cannot fit the device rows or when every registered adapter
-    is pinned, in use or impossible to read again.
+    before any change, when its rank cannot fit the device rows, when the pinned adapters would no
+    longer fit together, or when every registered one is pinned, in use or impossible to read again.
     """
     if info.num_row_blocks > ledger.num_row_blocks:
         raise AdapterError(
@@ -134,6 +143,7 @@ def add_adapter(
         registered=ledger.registered.set(info.version, info),
         host_order=_moved_last(ledger.host_order, [info.version]),
     )
+    _check_pins(new, name)
     new = drop_unnamed(new)
     while len(new.registered) > new.max_registered:
         victim = next((v for v in new.host_order if v != info.version and _evictable(new, v)), None)
@@ -150,6 +160,11 @@ def _evictable(ledger: AdapterLedger, version: str) -> bool:
     bound = [n for n, v in ledger.names.items() if v == version]
     spared = any(n in ledger.pins or n not in ledger.sources for n in bound)
     return not spared and version not in ledger.users
+
+
+def num_unevictable(ledger: AdapterLedger) -> int:
+    """Registered versions that are in use, pinned, or could not be read again."""
+    return sum(not _evictable(ledger, version) for version in ledger.registered)
 
 
 def load_failed(ledger: AdapterLedger, name: str) -> AdapterLedger:
@@ -218,15 +233,19 @@ def pin(ledger: AdapterLedger, name: str) -> AdapterLedger:
         known = known_names(ledger)
         raise UnknownAdapterError(f"pin: no loaded adapter is called {name!r}; known are {known}")
     new = replace(ledger, pins=tuple(sorted({*ledger.pins, name})))
-    pinned = pinned_versions(new)
+    _check_pins(new, name)
+    return new
+
+
+def _check_pins(ledger: AdapterLedger, name: str) -> None:
+    pinned = pinned_versions(ledger)
     rows = sum(ledger.registered[v].num_row_blocks for v in pinned) * ROW_BLOCK
     if len(pinned) > ledger.num_slots or rows > ledger.num_row_blocks * ROW_BLOCK:
         raise AdapterError(
-            f"pin {name!r}: {len(pinned)} pinned adapters with {rows} rows exceed "
+            f"adapter {name!r}: {len(pinned)} pinned adapters with {rows} rows exceed "
             f"max_active_adapters={ledger.num_slots} or "
             f"lora_rows={ledger.num_row_blocks * ROW_BLOCK}"
         )
-    return new
 
 
 def unpin(ledger: AdapterLedger, name: str) -> AdapterLedger:

@@ -58,6 +58,8 @@ TREES = {
     )
 }
 
+ARRAYS = {"bool", "int32", "int64", "uint64", "float32", "float64"}
+
 
 def to_plain(value: Any) -> Any:
     """A value of plain JSON types. Raises TypeError for what no host state may hold."""
@@ -89,9 +91,16 @@ def to_plain(value: Any) -> Any:
 
 def from_plain(plain: Any) -> Any:
     """The value `to_plain` was given. Raises SnapshotError for anything else."""
+    try:
+        return _from_plain(plain)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise SnapshotError(f"not a canonical form: {error!r} in {str(plain)[:80]}") from None
+
+
+def _from_plain(plain: Any) -> Any:
     if isinstance(plain, list):
-        return tuple(from_plain(item) for item in plain)
-    if not isinstance(plain, dict):
+        return tuple(_from_plain(item) for item in plain)
+    if plain is None or isinstance(plain, bool | int | str):
         return plain
     match plain:
         case {"reason": name}:
@@ -101,15 +110,15 @@ def from_plain(plain: Any) -> Any:
         case {"bytes": digits}:
             return bytes.fromhex(digits)
         case {"map": pairs}:
-            return Map([(from_plain(k), from_plain(v)) for k, v in pairs])
-        case {"array": dtype, "shape": shape, "hex": digits}:
+            return Map([(_from_plain(k), _from_plain(v)) for k, v in pairs])
+        case {"array": dtype, "shape": shape, "hex": digits} if dtype in ARRAYS:
             little = np.frombuffer(bytes.fromhex(digits), np.dtype(dtype).newbyteorder("<"))
             array = little.astype(dtype).reshape(shape)
             array.setflags(write=False)
             return array
-        case {"tree": name, **members} if name in TREES:
-            return TREES[name](**{key: from_plain(item) for key, item in members.items()})
-    raise SnapshotError(f"not a canonical form: {str(plain)[:80]}")
+        case {"tree": name, **members}:
+            return TREES[name](**{key: _from_plain(item) for key, item in members.items()})
+    raise ValueError("unknown kind")
 
 
 def digest(host: HostState) -> str:

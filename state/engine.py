@@ -11,7 +11,7 @@ import numpy as np
 from immutables import Map
 
 from purestep.state.adapters import AdapterLedger, check_adapters, empty_adapters
-from purestep.state.blocks import BlockLedger, check_blocks, empty_blocks
+from purestep.state.blocks import BlockDraft, BlockLedger, check_blocks, empty_blocks
 from purestep.state.encoder import EncoderLedger
 from purestep.state.errors import StepError, UnknownRequestError
 from purestep.state.plan import StepPlan
@@ -32,7 +32,7 @@ class Rows:
     limit_R: np.ndarray  # int32, num_tokens at which the row ends with reason length
     temperature_R: np.ndarray  # float32
     top_k_R: np.ndarray  # int32
-    top_p_R: np.ndarray  # float32
+    top_p_R: np.ndarray  # float64: 1 - top_p is rounded once
     stream_R: np.ndarray  # uint64
     heeds_eos_R: np.ndarray  # bool
     watched_R: np.ndarray  # bool, has stop ids or stop strings of its own
@@ -55,7 +55,7 @@ class HostState:
     blocks: BlockLedger
     adapters: AdapterLedger
     encoder: EncoderLedger
-    copies: tuple[tuple[int, int], ...]  # block copies that branches wait for
+    copies: tuple[tuple[int, int], ...]  # (held block, branch's block): the next step copies
     ended: tuple[Completion, ...]  # ended between steps; the next step's outputs tell
     in_flight: tuple[StepPlan, ...]  # scheduled and not committed, oldest first
 
@@ -90,7 +90,7 @@ _COLUMNS = {
     "limit_R": np.int32,
     "temperature_R": np.float32,
     "top_k_R": np.int32,
-    "top_p_R": np.float32,
+    "top_p_R": np.float64,
     "stream_R": np.uint64,
     "heeds_eos_R": np.bool_,
     "watched_R": np.bool_,
@@ -132,6 +132,29 @@ def empty_host(
 def _locked(array: np.ndarray) -> np.ndarray:
     array.setflags(write=False)
     return array
+
+
+def drop_copies(
+    copies: tuple[tuple[int, int], ...], draft: BlockDraft
+) -> tuple[tuple[int, int], ...]:
+    """The copies whose target still belongs to a row; the sources of the others are let go."""
+    kept = tuple(copy for copy in copies if copy[1] in draft.refs)
+    for source, target in copies:
+        if target not in draft.refs:
+            draft.release([source])
+    return kept
+
+
+def drop_blobs(state: EngineState) -> EngineState:
+    """The state without tensors of adapter versions that are no longer registered."""
+    registered = state.host.adapters.registered
+    gone = [version for version in state.blobs if version not in registered]
+    if not gone:
+        return state
+    with state.blobs.mutate() as blobs:
+        for version in gone:
+            del blobs[version]
+        return replace(state, blobs=blobs.finish())
 
 
 def all_tokens(record: RequestState) -> np.ndarray:
@@ -266,11 +289,13 @@ def check_host(host: HostState, block_size: int) -> None:
     rows = host.rows
     assert len(set(rows.ids)) == len(rows.ids)
     assert sorted([*rows.ids, *host.waiting]) == sorted(host.requests)
-    held = -(-rows.num_computed_R // block_size)
-    assert [len(t) for t in rows.tables] == held.tolist(), "a table has a wrong length"
+    blocks_R = -(-rows.num_computed_R // block_size)
+    assert [len(t) for t in rows.tables] == blocks_R.tolist(), "a table has a wrong length"
     assert (rows.num_computed_R <= rows.num_tokens_R).all()
     assert (rows.num_tokens_R < rows.limit_R).all()
-    check_blocks(host.blocks, rows.tables)
+    check_blocks(host.blocks, [*rows.tables, *((source,) for source, _ in host.copies)])
+    held = {b for table in rows.tables for b in table.tolist()}
+    assert {target for _, target in host.copies} <= held, "a copy for nobody"
     check_adapters(host.adapters)
     users: dict[str, int] = {}
     for record in host.requests.values():

