@@ -110,7 +110,8 @@ def deliver(state: EngineState, event: AdapterLoaded | AdapterFailed) -> EngineS
     The only way in for what was read in the background, so the order of completion is data. An
     adapter that cannot be registered counts as failed: requests that wait for it end with an error.
     """
-    if event.source not in (None, state.host.adapters.sources.get(event.name)):
+    source = state.host.adapters.sources.get(event.name)
+    if source is not None and event.source not in (None, source):
         # The name was given another source meanwhile; that one is asked for by the next step.
         return _with_ledger(state, ledger_of.load_failed(state.host.adapters, event.name))
     if isinstance(event, AdapterLoaded):

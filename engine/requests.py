@@ -88,7 +88,7 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         max_context=config.max_context,
         has_text=config.tokens is not None,
     )
-    if request.id in host.requests:
+    if request.id in host.requests or any(c.id == request.id for c in host.ended):
         raise RequestError(f"request {request.id!r}: a live request has this id")
     count = len(request.tokens)
     needed = -(-(count + 1) // config.block_size)
@@ -144,7 +144,8 @@ def branch(state: EngineState, request_id: str, new_ids: Sequence[str]) -> Engin
 
     Full KV blocks are shared; only the last partial block is copied, by the next step. Each branch
     draws from a noise stream of its own; greedy branches equal the original. A branch that finds no
-    row or block free waits in front of the queue and is recomputed, as if preempted.
+    row or block free waits in front of the queue and is recomputed, as if preempted; branches of a
+    waiting request wait behind it.
 
     Raises UnknownRequestError, RequestError for an id that is live or given twice, StepError when a
     plan is in flight.
@@ -180,11 +181,17 @@ def branch_host(
         arrivals=host.arrivals + len(children),
         requests=records,
         rows=add_rows(host.rows, rows),
-        waiting=(*waiting, *host.waiting),
+        waiting=_queued(host.waiting, request_id, waiting),
         blocks=draft.finish(),
         copies=(*host.copies, *copies),
         adapters=count_users(host.adapters, [(parent.version, 1)] * len(children)),
     )
+
+
+def _queued(queue: tuple[str, ...], parent: str, children: list[str]) -> tuple[str, ...]:
+    """The children behind their parent where it waits, else in front, like preempted rows."""
+    place = queue.index(parent) + 1 if parent in queue else 0
+    return (*queue[:place], *children, *queue[place:])
 
 
 def _check_new_ids(host: HostState, request_id: str, new_ids: Sequence[str]) -> None:

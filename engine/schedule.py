@@ -158,7 +158,8 @@ def _make_room(
         row = remaining.pop()
         draft.release(rows.tables[row])
         needed -= int(need_R[row])
-        if remaining:
+        fits = -(-int(rows.num_tokens_R[row]) // config.block_size) <= config.num_blocks
+        if remaining or fits:  # alone and yet preempted: a copy's source took the room, this once
             leaving.append(row)
             continue
         record = completed_record(rows, row, host.requests[rows.ids[row]])
@@ -199,13 +200,15 @@ def _admit(
     out = _Admitted.none(host.adapters)
     in_use = set(_versions_in_use(running.rows))
     skipped = []
+    soon = (host.requests[i].version for i in order.waiting[: config.max_rows])
+    wanted = {version for version in soon if version is not None}
     for request_id in order.waiting:
         if room == 0 or len(running.rows.ids) + len(out.rows) == config.max_rows:
             break
         record = host.requests[request_id]
         if record.loading:
             continue
-        victims = _adapter_place(out.adapters, record.version, in_use)
+        victims = _adapter_place(out.adapters, record.version, in_use, wanted)
         if victims is None:
             skipped.append(record)
             continue
@@ -232,12 +235,13 @@ def _admit(
 
 
 def _adapter_place(
-    ledger: AdapterLedger, version: str | None, in_use: set[str]
+    ledger: AdapterLedger, version: str | None, in_use: set[str], wanted: set[str]
 ) -> tuple[str, ...] | None:
     """Whom to evict for this version (nobody, often); None when there is no place."""
     if version is None or version in ledger.resident:
         return ()
-    return victims_for(ledger, version, in_use)
+    spared = victims_for(ledger, version, in_use | wanted)
+    return victims_for(ledger, version, in_use) if spared is None else spared
 
 
 def _blocks_suffice(config: Config, record: RequestState, draft: BlockDraft) -> bool:

@@ -74,6 +74,9 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
         out_bias=family == "llama" and hf.attention_bias,
         mlp_bias=family == "llama" and hf.mlp_bias,
     )
+    sizes = (config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
+    if min(*sizes, config.num_heads, config.num_kv_heads, config.head_dim) < 1:
+        raise CheckpointError(f"a size of config.json is not positive: {config}")
     if config.num_heads % config.num_kv_heads or config.head_dim % 2:
         raise CheckpointError(
             f"{config.num_heads} query heads must be a multiple of {config.num_kv_heads} key/value "
@@ -221,7 +224,10 @@ def _weight_files(path: Path) -> list[Path]:
         weight_map = _read_json(index).get("weight_map")
         if not isinstance(weight_map, dict) or not weight_map:
             raise CheckpointError(f"{index} has no weight_map")
-        return [path / name for name in sorted(set(weight_map.values()))]
+        names = sorted(set(map(str, weight_map.values())))
+        if strays := [name for name in names if Path(name).name != name]:
+            raise CheckpointError(f"{index}: {strays[0]!r} is no file name in this folder")
+        return [path / name for name in names]
     if others := sorted(file.name for file in path.glob("*.bin")):
         raise CheckpointError(
             f"{path} holds {', '.join(others)} but no safetensors file: convert it first "

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is transformers' rope_type; the llama3 fields are unused elsewhere."""
+    """Rotary embedding. `kind` is transformers' rope_type; the last four serve llama3 alone."""
 
     theta: float = 10_000.0
     kind: str = "default"

@@ -37,7 +37,7 @@ class Rows:
     heeds_eos_R: np.ndarray  # bool
     watched_R: np.ndarray  # bool, has stop ids or stop strings of its own
     tail_RB: np.ndarray  # int32, token of position p at p % B, for the newest B positions
-    tail_logprob_RB: np.ndarray  # float32, likewise
+    tail_logprob_RB: np.ndarray  # float32, likewise, of tokens drawn since the row was admitted
 
 
 @tree
@@ -138,11 +138,13 @@ def drop_copies(
     copies: tuple[tuple[int, int], ...], draft: BlockDraft
 ) -> tuple[tuple[int, int], ...]:
     """The copies whose target still belongs to a row; the sources of the others are let go."""
-    kept = tuple(copy for copy in copies if copy[1] in draft.refs)
-    for source, target in copies:
-        if target not in draft.refs:
+    kept = []
+    for source, target in reversed(copies):  # a later copy may hold an earlier one's target
+        if target in draft.refs:
+            kept.append((source, target))
+        else:
             draft.release([source])
-    return kept
+    return tuple(reversed(kept))
 
 
 def drop_blobs(state: EngineState) -> EngineState:
@@ -212,15 +214,12 @@ def make_row(
     tail = np.zeros((1, block_size), np.int32)
     places = np.arange(max(0, len(tokens) - block_size), len(tokens))
     tail[0, places % block_size] = tokens[places]
-    tail_logprob = np.zeros((1, block_size), np.float32)
-    drawn = places[places >= num_prompt]
-    tail_logprob[0, drawn % block_size] = record.logprobs[drawn - num_prompt]
     return Rows(
         ids=(record.request.id,),
         versions=(record.version,),
         tables=(table,),
         tail_RB=_locked(tail),
-        tail_logprob_RB=_locked(tail_logprob),
+        tail_logprob_RB=_locked(np.zeros((1, block_size), np.float32)),
         **{name: frozen((values[name],), dtype) for name, dtype in _COLUMNS.items()},
     )
 
@@ -294,7 +293,7 @@ def check_host(host: HostState, block_size: int) -> None:
     assert (rows.num_computed_R <= rows.num_tokens_R).all()
     assert (rows.num_tokens_R < rows.limit_R).all()
     check_blocks(host.blocks, [*rows.tables, *((source,) for source, _ in host.copies)])
-    held = {b for table in rows.tables for b in table.tolist()}
+    held = {b for table in rows.tables for b in table.tolist()} | {s for s, _ in host.copies}
     assert {target for _, target in host.copies} <= held, "a copy for nobody"
     check_adapters(host.adapters)
     users: dict[str, int] = {}

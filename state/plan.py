@@ -100,5 +100,5 @@ class Outputs:
     num_tokens: int = 0  # computed in this step, without padding
     num_rows: int = 0
     num_active_adapters: int = 0
-    num_hit_tokens: int = 0  # prompt tokens found in the prefix cache
+    num_hit_tokens: int = 0  # tokens of admitted requests found in the prefix cache
     num_preempted: int = 0

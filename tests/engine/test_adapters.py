@@ -341,7 +341,10 @@ def test_a_delivered_adapter_that_cannot_fit_counts_as_failed() -> None:
     state = register_adapter(init(program), adapter_folder("c"), name="big")
     state, _ = step(program, submit(state, request("x", prompt(1, 5), "big")))
     wide = read(replace(program.config, max_lora_rank=64), str(adapter_folder("c")), "big")
-    state = deliver(state, AdapterLoaded(name="big", source="s", adapter=wide))
+    stale = AdapterLoaded(name="big", source="elsewhere", adapter=wide)
+    assert digest(deliver(state, stale).host) != digest(state.host), "asked for once more"
+    source = str(adapter_folder("c"))
+    state = deliver(state, AdapterLoaded(name="big", source=source, adapter=wide))
     _, done = run(program, state)
     assert "lora_rows=8" in done["x"].error
 

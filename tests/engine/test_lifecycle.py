@@ -338,7 +338,8 @@ def test_restore_in_another_process_goes_on_where_it_was(tmp_path: Path, pending
         state = abort(branch(state, "a", ["twin"]), "a")
     snapshot(state, tmp_path / "s")
     (end, done), name = run(program, state), digest(state.host)
-    env = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": ".", "OMP_NUM_THREADS": "1"}
+    path = os.pathsep.join([".", os.environ.get("PYTHONPATH", "")])
+    env = os.environ | {"PYTHONHASHSEED": "77", "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
     out = subprocess.run(
         [sys.executable, "-c", RESTORE, str(tmp_path / "s")],
         capture_output=True,

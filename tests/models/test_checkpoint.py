@@ -122,6 +122,7 @@ def test_rope_theta_of_old_files() -> None:
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         (LLAMA | {"num_key_value_heads": 3}, "4 query heads .* 3 key/value"),
         (LLAMA | {"head_dim": 3}, "head size 3"),
+        (LLAMA | {"num_key_value_heads": 0}, "not positive"),
         (LLAMA | {"hidden_size": "large"}, "not valid"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -153,9 +154,12 @@ def test_projections_are_stacked_in_order(folder: Path) -> None:
     assert layer.qkv_bias_O is None
 
 
+def tensors_of(params: Params) -> list[Tensor]:
+    return [t for t in torch.utils._pytree.tree_leaves(params) if t is not None]
+
+
 def assert_same(got: tuple[Params, str], want: tuple[Params, str]) -> None:
-    leaves = [torch.utils._pytree.tree_leaves(params) for params, _ in (got, want)]
-    for one, other in zip(*leaves, strict=True):
+    for one, other in zip(tensors_of(got[0]), tensors_of(want[0]), strict=True):
         assert torch.equal(one, other)
     assert got[1] == want[1]
 
@@ -187,11 +191,11 @@ def test_old_rotary_buffers_are_ignored(folder: Path) -> None:
 def test_nothing_stays_mapped_to_the_file(folder: Path) -> None:
     """safetensors maps files lazily: overwriting one would change a running model, or kill it."""
     params, _ = load(folder)
-    before = [t.clone() for t in torch.utils._pytree.tree_leaves(params)]
+    before = [t.clone() for t in tensors_of(params)]
     file = folder / "model.safetensors"
     with file.open("r+b") as stream:
         stream.write(b"\0" * file.stat().st_size)
-    for now, then in zip(torch.utils._pytree.tree_leaves(params), before, strict=True):
+    for now, then in zip(tensors_of(params), before, strict=True):
         assert torch.equal(now, then)
 
 
@@ -199,7 +203,7 @@ def test_nothing_stays_mapped_to_the_file(folder: Path) -> None:
 def test_dtype_and_digest(folder: Path, dtype: torch.dtype) -> None:
     params, digest = load(folder, dtype)
     want, want_digest = load(folder)
-    for now, then in zip(*map(torch.utils._pytree.tree_leaves, (params, want)), strict=True):
+    for now, then in zip(tensors_of(params), tensors_of(want), strict=True):
         assert torch.equal(now, then.to(dtype))
     assert digest == want_digest
 
@@ -234,7 +238,7 @@ def test_tied_embeddings(tmp_path: Path) -> None:
     params, _ = load(tmp_path)
     assert params.head_VD is params.embed_VD
     edit_tensors(tmp_path, lambda t: t.update({"lm_head.weight": embed + 1}))
-    with pytest.raises(CheckpointError, match="lm_head.weight differs from embed_tokens.weight"):
+    with pytest.raises(CheckpointError, match=r"lm_head\.weight differs from embed_tokens"):
         load(tmp_path)
 
 
@@ -291,7 +295,8 @@ def test_wrong_files_are_named(folder: Path) -> None:
     with pytest.raises(CheckpointError, match=r"model-00001-of-00001\.safetensors cannot be read"):
         load(folder)
     index.write_text(json.dumps({"weight_map": {Q: "../elsewhere.safetensors"}}))
-    with pytest.raises(CheckpointError, match=r"\.\./elsewhere\.safetensors"):
+    save_file({Q: torch.zeros(1)}, folder.parent / "elsewhere.safetensors")
+    with pytest.raises(CheckpointError, match=r"'\.\./elsewhere\.safetensors' is no file name"):
         load(folder)
 
 

@@ -36,7 +36,7 @@ from purestep.engine.adapters import (
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import _without_overwritten
-from purestep.state.adapters import pinned_versions, victims_for
+from purestep.state.adapters import pinned_versions
 from purestep.state.canonical import digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState, check_host, progress
 from purestep.state.errors import AdapterError, RequestError, UnknownAdapterError
@@ -261,6 +261,10 @@ class HostMachine(RuleBasedStateMachine):
         self.asked += outputs.loads
         self.bound = dict(self.state.host.adapters.names)
         check_plan(before, plans[0])
+        front = self.state.host.waiting[: plans[0].num_preempted]
+        assert front == tuple(i for i in before.host.rows.ids if i in front), (
+            "preempted out of turn"
+        )
         for request_id, token, logprob in zip(
             outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
         ):
@@ -367,10 +371,9 @@ def check_plan(before: EngineState, plan: StepPlan) -> None:
     assert not lost & pinned_versions(ledger), "a pinned adapter was evicted"
     if not plan.num_preempted and not plan.ended:
         assert not lost & running, "a running request's adapter was evicted"
-    for place in plan.uploads:
-        assert place.version not in ledger.resident
-        if ledger.resident:
-            assert victims_for(ledger, place.version, ()) is not None
+    uploaded = [place.version for place in plan.uploads]
+    assert len(set(uploaded)) == len(uploaded)
+    assert set(uploaded) <= active
 
 
 def test_every_request_gets_what_it_gets_alone() -> None:
@@ -516,3 +519,105 @@ def test_a_cached_block_that_a_failed_step_took_is_not_found_again() -> None:
     _, again = ran(submit(state, Request(id="1", tokens=[1] * 9, sampling=once)))
     assert again["1"].num_cached_tokens == 0
     assert again["1"].tokens.tolist() == ended["1"].tokens.tolist()
+
+
+def test_a_block_held_for_a_copy_does_not_end_the_branch() -> None:
+    """SC-03: capacity is what the pool can hold, not what is free in the one step that copies."""
+    config = toy_config(num_blocks=3)
+    state = submit(toy_state(config), Request(id="p", tokens=[1] * 11, sampling=LONG))
+    state, _ = toy_step(state)
+    assert state.host.rows.num_computed_R.tolist() == [6]
+    state = abort(branch(state, "p", ["c"]), "p")
+    check_host(state.host, config.block_size)
+    _, ended = ran(state)
+    assert ended["c"].finish_reason == FinishReason.CAPACITY
+    assert len(ended["c"].tokens) == 2, "11 prompt tokens and one more fit three blocks of four"
+
+
+@pytest.mark.parametrize("gone", ["c", "d", "cd", "dc", "p", "pc", "pd", "pcd", "dcp"])
+def test_a_branch_of_a_branch_may_lose_any_of_its_ancestors(gone: str) -> None:
+    """MO-03: copies wait for copies; whoever leaves, the laws hold and nothing stays held."""
+    config = toy_config()
+    state = submit(toy_state(config), Request(id="p", tokens=[1] * 6, sampling=LONG))
+    state, _ = toy_step(state)
+    _, right = ran(state)
+    state = branch(branch(state, "p", ["c"]), "c", ["d"])
+    for request_id in gone:
+        state = abort(state, request_id)
+        check_host(state.host, config.block_size)
+    state, ended = ran(state)
+    assert set(ended) == set("pcd") - set(gone)
+    for completion in ended.values():
+        assert completion.tokens.tolist() == right["p"].tokens.tolist()
+    assert state.host.blocks.num_free == config.num_blocks
+
+
+def test_a_step_does_not_evict_what_it_also_admits() -> None:
+    """9.4: a and b are resident, a the older one; requests for c and a are admitted together. b has
+    to go, since evicting a would only upload it again."""
+    state = toy_state(toy_config())
+    once = SamplingParams(temperature=0, max_tokens=1)
+    for name in "abc":
+        state = deliver_loaded(state, loaded(name, name, 8, None))
+    for name in "ab":
+        state, _ = ran(submit(state, Request(id=name, tokens=[1], adapter=name, sampling=once)))
+    for name in "ca":
+        state = submit(state, Request(id=name, tokens=[1], adapter=name, sampling=once))
+    _, plan = schedule(state.config, state.host)
+    assert plan.row_ids == ("c", "a")
+    assert [place.version for place in plan.uploads] == ["c"]
+
+
+def failed(state: EngineState) -> EngineState:
+    """The state after a step that wrote everything wrong, and `recover`."""
+    _, plan = schedule(state.config, state.host)
+    device = tear(state.config, state.device, plan, state.blobs)
+    host = _without_overwritten(state.host, plan.overwrites)
+    check_host(host, state.config.block_size)
+    return replace(state, host=host, device=device)
+
+
+def test_a_held_block_that_a_failed_step_took_is_computed_again() -> None:
+    """The failed plan preempted b and gave its half-filled block to a; then a is aborted."""
+    config = toy_config(num_blocks=4, max_batched_tokens=12, max_rows=2)
+    state = toy_state(config)
+    state = submit(state, Request(id="a", tokens=[1] * 6, sampling=LONG))
+    state = submit(state, Request(id="b", tokens=[3] * 5, sampling=LONG))
+    _, right = ran(submit(toy_state(config), Request(id="b", tokens=[3] * 5, sampling=LONG)))
+    while not (plan := schedule(config, state.host)[1]).num_preempted:
+        state, _ = toy_step(state)
+    assert plan.overwrites.blocks == (state.host.rows.tables[1][1],)
+    _, ended = ran(abort(failed(state), "a"))
+    assert ended["b"].tokens.tolist() == right["b"].tokens.tolist()
+
+
+def test_preempted_requests_keep_their_order() -> None:
+    """11.4: they wait in front, the one that came first before the other."""
+    config = toy_config(num_blocks=4, max_batched_tokens=16, max_rows=4)
+    state = toy_state(config)
+    for i, request_id in enumerate("abcde"):
+        state = submit(state, Request(id=request_id, tokens=[3 + i] * 4, sampling=LONG))
+    state, _ = toy_step(state)
+    assert state.host.rows.ids == ("a", "b", "c", "d")
+    host, plan = schedule(config, state.host)
+    assert (plan.row_ids, plan.num_preempted) == (("a", "b"), 2)
+    assert host.waiting == ("c", "d", "e")
+
+
+def test_a_row_whose_adapter_a_failed_step_took_is_computed_again() -> None:
+    """x has outgrown the pool and ends in the plan, which gives its adapter's place to y's. After
+    the failure x is live again, so it waits until its adapter is back."""
+    config = toy_config(num_blocks=2, max_active_adapters=1, lora_rows=16)
+    state = toy_state(config)
+    for name in "xy":
+        state = deliver_loaded(state, loaded(name, name, 8, None))
+        request = Request(id=name, tokens=[1] * 7, adapter=name, sampling=LONG)
+        state = submit(state, request)
+    _, right = ran(state)
+    while not (plan := schedule(config, state.host)[1]).ended:
+        state, _ = toy_step(state)
+    assert plan.overwrites.adapters == ("x",)
+    _, ended = ran(failed(state))
+    assert {i: c.tokens.tolist() for i, c in ended.items()} == {
+        i: c.tokens.tolist() for i, c in right.items()
+    }
