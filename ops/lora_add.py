@@ -6,7 +6,6 @@ G groups (active adapters), n tokens and r adapter rows of one group.
 
 from collections.abc import Iterator, Sequence
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -31,9 +30,10 @@ def lora_add_(
     Sums are fp32 and rounded once, at the final add. Mutates `y_TO` only; a token in no group
     keeps its bits, and adapter rows that are not listed may hold anything.
 
-    A token's bits do not depend on the other tokens: products run on tiles of TILE rows, so
-    their shape is the same however many tokens a group has (one CPU GEMM was seen to give a row
-    other last bits at M = 1, 2, 3, 5 than at M = 64).
+    At one T a token's bits do not depend on the other tokens: products run on tiles of a fixed
+    number of rows, however many tokens a group has (one CPU GEMM was seen to give a row other last
+    bits at M = 1, 2, 3, 5 than at M = 64). Tiles share a bmm, whose results were seen not to depend
+    on their number where D and the slices are multiples of 16 bytes, as in every model in use.
 
     Raises ValueError for shapes that do not fit.
     """
@@ -58,14 +58,13 @@ def lora_add_ref_(
         y_TO, x_TD, a_SPD, b_PO, token_T, group_start_G1, row_P, rank_start_G1, out_sizes
     )
     tile = tile_rows(len(y_TO))
-    token_T, row_P = token_T.cpu().numpy(), row_P.cpu().numpy()
-    for tokens, rows in _batches(
-        token_T, group_start_G1.tolist(), row_P, rank_start_G1.tolist(), tile
-    ):
-        token_n = torch.from_numpy(tokens).to(y_TO.device, torch.int64)  # index_copy_ asks for it
-        delta_nO = _delta(x_TD.index_select(0, token_n), a_SPD, b_PO, rows, tile, out_sizes)
-        y_nO = y_TO.index_select(0, token_n).float() + delta_nO
-        y_TO.index_copy_(0, token_n, y_nO.to(y_TO.dtype))
+    starts, ranks = group_start_G1.tolist(), rank_start_G1.tolist()
+    for tokens, rows, g in _batches(token_T.tolist(), starts, row_P.tolist(), ranks, tile):
+        token_n = torch.tensor(tokens, device=y_TO.device)
+        x_mtD = x_TD.index_select(0, token_n).float().view(-1, tile, x_TD.shape[1])
+        delta_nO = _delta(x_mtD, a_SPD, b_PO, rows, g, out_sizes)
+        y_nO = delta_nO.add_(y_TO.index_select(0, token_n)).to(y_TO.dtype)
+        y_TO.index_copy_(0, token_n, y_nO)
 
 
 def tile_rows(num_tokens: int) -> int:
@@ -74,59 +73,59 @@ def tile_rows(num_tokens: int) -> int:
 
 
 def _batches(
-    token_T: np.ndarray, group_start: list[int], row_P: np.ndarray, rank_start: list[int], tile: int
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Products that one bmm can do: (tokens [n], adapter rows [g, r]), n a multiple of g * tile.
+    tokens: list[int], group_start: list[int], rows: list[int], rank_start: list[int], tile: int
+) -> Iterator[tuple[list[int], list[int], int]]:
+    """What one bmm can do: (tokens, adapter rows, g), the tokens in whole tiles.
 
-    Groups that fit into one tile share a batch if their ranks are equal; the others go alone.
+    Groups of one tile share a batch of g tiles if their ranks are equal; others go alone, g = 1.
     A tile is filled up with its group's first token: that token's result is then written more
     than once, with the same bits.
     """
-    small: dict[int, list[tuple[np.ndarray, np.ndarray]]] = {}
+    small: dict[int, tuple[list[int], list[int]]] = {}
     for g in range(len(group_start) - 1):
-        tokens = token_T[group_start[g] : group_start[g + 1]]
-        rows = row_P[rank_start[g] : rank_start[g + 1]]
-        if len(tokens) == 0 or len(rows) == 0:
+        mine = tokens[group_start[g] : group_start[g + 1]]
+        mine_rows = rows[rank_start[g] : rank_start[g + 1]]
+        if not mine or not mine_rows:
             continue
-        full = np.full(-(-len(tokens) // tile) * tile, tokens[0])
-        full[: len(tokens)] = tokens
-        if len(full) == tile:
-            small.setdefault(len(rows), []).append((full, rows))
+        mine += mine[:1] * (-len(mine) % tile)
+        if len(mine) > tile:
+            yield mine, mine_rows, 1
         else:
-            yield full, rows[None]
-    for groups in small.values():
-        yield np.concatenate([full for full, _ in groups]), np.stack([rows for _, rows in groups])
+            shared, shared_rows = small.setdefault(len(mine_rows), ([], []))
+            shared += mine
+            shared_rows += mine_rows
+    for shared, shared_rows in small.values():
+        yield shared, shared_rows, len(shared) // tile
 
 
 def _delta(
-    x_nD: Tensor,
+    x_mtD: Tensor,
     a_SPD: Tensor,
     b_PO: Tensor,
-    rows_gr: np.ndarray,
-    tile: int,
+    rows: list[int],
+    g: int,
     out_sizes: Sequence[int],
 ) -> Tensor:
-    """fp32 deltas of n tokens, cut into m tiles of t: either g = 1, or one tile for each group."""
-    x_mtD = x_nD.float().view(-1, tile, x_nD.shape[1])
-    b_grO = _take(b_PO, rows_gr).expand(len(x_mtD), -1, -1)
-    parts = []
-    for a_PD, b_gro in zip(a_SPD, b_grO.split(list(out_sizes), -1), strict=True):
-        a_grD = _take(a_PD, rows_gr).expand(len(x_mtD), -1, -1)
-        parts.append(torch.bmm(torch.bmm(x_mtD, a_grD.transpose(1, 2)), b_gro))
-    return torch.cat(parts, -1).flatten(0, 1)
+    """fp32 deltas [m * t, O] of m tiles of t tokens: one tile for each of g groups, or g = 1."""
+    (S, _, D), O, r = a_SPD.shape, b_PO.shape[1], len(rows) // g  # noqa: E741
+    a_SgrD, b_grO = _take(a_SPD, 1, rows).view(S, g, r, D), _take(b_PO, 0, rows).view(g, r, O)
+    if spare := -r % 8:
+        # At rank 1 a product is a matrix times a vector, and a token's bits were seen to depend
+        # on its place in the tile: the rank is filled up with zeros.
+        a_SgrD, b_grO = F.pad(a_SgrD, (0, 0, 0, spare)), F.pad(b_grO, (0, 0, 0, spare))
+    m = len(x_mtD)
+    a_parts = a_SgrD.transpose(2, 3).expand(-1, m, -1, -1).unbind()
+    b_parts = b_grO.expand(m, -1, -1).split_with_sizes(list(out_sizes), -1)
+    slices = zip(a_parts, b_parts, strict=True)
+    parts = [torch.bmm(torch.bmm(x_mtD, a_mDr), b_mro) for a_mDr, b_mro in slices]
+    return (parts[0] if S == 1 else torch.cat(parts, -1)).view(-1, O)
 
 
-def _take(table_PX: Tensor, rows_gr: np.ndarray) -> Tensor:
-    """fp32 [g, r, X]: the rows asked for, without a copy where they follow each other. The rank is
-    filled up with zeros to a multiple of 8: at rank 1 the product is a matrix times a vector,
-    where a token's bits were seen to depend on its place in the tile."""
-    rows = rows_gr.ravel()
-    if (rows[1:] - rows[:-1] == 1).all():
-        taken = table_PX[int(rows[0]) : int(rows[-1]) + 1]
-    else:
-        taken = table_PX.index_select(0, torch.from_numpy(rows).to(table_PX.device))
-    taken_grX = taken.float().view(*rows_gr.shape, -1)
-    return F.pad(taken_grX, (0, 0, 0, spare)) if (spare := -rows_gr.shape[1] % 8) else taken_grX
+def _take(table: Tensor, dim: int, rows: list[int]) -> Tensor:
+    """The rows asked for, in fp32; no copy where they follow each other."""
+    if rows == list(range(rows[0], rows[0] + len(rows))):
+        return table.narrow(dim, rows[0], len(rows)).float()
+    return table.index_select(dim, torch.tensor(rows, device=table.device)).float()
 
 
 def check_lora_add(
