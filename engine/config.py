@@ -92,15 +92,10 @@ def row_limit(config: Config, record: RequestState) -> int:
 
 
 def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:
-    """The shape a step is padded to.
-
-    A compiled layer specialises on dimensions of size 1, so there sizes start at 2.
-    """
-    least = 2 if config.compile else 1
-    padded = next((b for b in config.token_buckets if b >= num_tokens), num_tokens)
+    """The shape a step is padded to: the smallest bucket that holds its tokens."""
     return BatchDescriptor(
-        num_tokens=max(padded, least),
-        num_rows=max(num_rows, least),
+        num_tokens=next((b for b in config.token_buckets if b >= num_tokens), num_tokens),
+        num_rows=num_rows,
         uniform_decode=num_tokens == num_rows,
         num_active_loras=_rounded(num_active, config.max_active_adapters),
     )

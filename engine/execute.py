@@ -85,7 +85,7 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     row_T = np.repeat(np.arange(len(count_R)), count_R)
     first_R = np.cumsum(count_R) - count_R
     position_T = plan.start_R[row_T] + np.arange(len(row_T)) - first_R[row_T]
-    table_RM = _block_table(plan, shape.num_rows, least=2 if config.compile else 1)
+    table_RM = _block_table(plan, shape.num_rows)
     kv_index_T = table_RM[row_T, position_T // B] * B + position_T % B
     query_start_R1 = np.full(shape.num_rows + 1, len(row_T))
     query_start_R1[: len(count_R)] = first_R
@@ -105,8 +105,8 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     )
 
 
-def _block_table(plan: StepPlan, num_rows: int, least: int) -> np.ndarray:
-    table_RM = np.zeros((num_rows, max(least, *map(len, plan.tables))), np.int64)
+def _block_table(plan: StepPlan, num_rows: int) -> np.ndarray:
+    table_RM = np.zeros((num_rows, max(map(len, plan.tables))), np.int64)
     for row, table in enumerate(plan.tables):
         table_RM[row, : len(table)] = table
     return table_RM
