@@ -11,6 +11,7 @@ import tempfile
 import warnings
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,13 @@ def _sources(host: HostState, version: str) -> list[tuple[str, str]]:
     return [(name, ledger.sources[name]) for name in names if name in ledger.sources]
 
 
-def _versions() -> dict[str, str]:
-    return {"torch": torch.__version__}
+def _versions() -> dict[str, str | None]:
+    """What may change the last bits of logits from one machine to another."""
+    try:
+        triton = metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        triton = None
+    return {"torch": torch.__version__, "triton": triton}
 
 
 def _identity(config: Config) -> dict[str, Any]:
@@ -122,7 +128,7 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
 
     Raises SnapshotError naming what differs (format, weights, model, dtype, block size, adapter
     rows) or is damaged, and AdapterError when an adapter's files changed or are gone. Another torch
-    only warns: host states are equal, but the last bits of logits may differ.
+    or triton only warns: host states are equal, but the last bits of logits may differ.
     """
     folder = Path(path)
     meta = _read_state(folder)

@@ -48,15 +48,18 @@ def checkpoint(family: str = "llama", **overrides: Any) -> tuple[Path, PreTraine
 
 
 @cache
-def _loaded(family: str, **overrides: Any) -> Any:
-    return load_checkpoint(checkpoint(family, **overrides)[0], dtype=torch.float32)
+def _loaded(family: str, dtype: str, **overrides: Any) -> Any:
+    return load_checkpoint(checkpoint(family, **overrides)[0], dtype=getattr(torch, dtype))
 
 
 def tiny_program(
-    family: str = "llama", sizes: dict[str, Any] | None = None, **options: Any
+    family: str = "llama",
+    sizes: dict[str, Any] | None = None,
+    dtype: str = "float32",
+    **options: Any,
 ) -> Program:
     """A program over a tiny random model; `sizes` change the model, `options` the engine."""
-    model, params, digest = _loaded(family, **(sizes or {}))
+    model, params, digest = _loaded(family, dtype, **(sizes or {}))
     defaults = {
         "block_size": 4,
         "num_blocks": 64,
@@ -66,7 +69,7 @@ def tiny_program(
         "lora_rows": 64,
     }
     return make_program(
-        model, params, weights=digest, dtype="float32", device="cpu", **defaults | options
+        model, params, weights=digest, dtype=dtype, device="cpu", **defaults | options
     )
 
 
