@@ -11,12 +11,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from purestep.engine.admission import ended_request
 from purestep.engine.config import Config
 from purestep.engine.requests import bind
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
 from purestep.state import adapters as ledger_of
 from purestep.state.adapters import AdapterInfo, AdapterLedger, count_users
-from purestep.state.engine import EngineState, HostState, completion, drop_blobs
+from purestep.state.engine import EngineState, HostState, drop_blobs
 from purestep.state.errors import AdapterError
 from purestep.state.request import FinishReason
 
@@ -163,15 +164,7 @@ def _fail_waiting(config: Config, host: HostState, event: AdapterFailed) -> Host
         (r for r in host.requests.values() if r.loading and r.request.adapter == event.name),
         key=lambda record: record.arrival,
     )
-    ended = tuple(
-        completion(
-            record,
-            text=None if config.tokens is None else "",
-            finish_reason=FinishReason.ERROR,
-            error=event.error,
-        )
-        for record in failed
-    )
+    ended = tuple(ended_request(config, r, FinishReason.ERROR, event.error) for r in failed)
     gone = {c.id for c in ended}
     with host.requests.mutate() as requests:
         for request_id in gone:

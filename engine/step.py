@@ -64,12 +64,13 @@ def recover(state: EngineState) -> EngineState:
     pool = owned(state.device)
     if pool.torn is None:
         return state
-    host = _without_overwritten(quiet(state.host, "recover"), pool.torn)
+    host = without_overwritten(quiet(state.host, "recover"), pool.torn)
     pool.torn = None
     return replace(state, host=host, device=advance_(pool, "recover"))
 
 
-def _without_overwritten(host: HostState, lost: Overwrites) -> HostState:
+def without_overwritten(host: HostState, lost: Overwrites) -> HostState:
+    """`recover` on the host state alone."""
     gone = set(lost.blocks)
     draft = BlockDraft(host.blocks)
     for block in lost.blocks:

@@ -35,7 +35,7 @@ from purestep.engine.adapters import (
 )
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
-from purestep.engine.step import _without_overwritten
+from purestep.engine.step import without_overwritten
 from purestep.state.adapters import pinned_versions
 from purestep.state.canonical import digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState, check_host, progress
@@ -308,7 +308,7 @@ class HostMachine(RuleBasedStateMachine):
         _, plan = schedule(self.config, host)
         device = tear(self.config, self.state.device, plan, self.state.blobs)
         if not plan.overwrites.empty:
-            host = _without_overwritten(host, plan.overwrites)
+            host = without_overwritten(host, plan.overwrites)
         self.state = replace(self.state, host=host, device=device)
 
     def refused(self, kind: type[Exception], call: Callable[[], object]) -> None:
@@ -424,7 +424,7 @@ def test_a_failed_step_does_not_spoil_a_branch_whose_parent_is_gone() -> None:
     _, plan = schedule(config, state.host)
     host = state.host
     if not plan.overwrites.empty:
-        host = _without_overwritten(host, plan.overwrites)
+        host = without_overwritten(host, plan.overwrites)
     device = tear(config, state.device, plan, state.blobs)
     _, again = ran(replace(state, host=host, device=device))
     assert {i: c.tokens.tolist() for i, c in again.items()} == {
@@ -447,7 +447,7 @@ def test_a_failed_step_does_not_spoil_a_chain_of_copies() -> None:
     assert plan.copies[0][0] != plan.copies[1][1], "a block that is still to be read was taken"
     host = state.host
     if not plan.overwrites.empty:
-        host = _without_overwritten(host, plan.overwrites)
+        host = without_overwritten(host, plan.overwrites)
     device = tear(config, state.device, plan, state.blobs)
     _, again = ran(replace(state, host=host, device=device))
     assert {i: c.tokens.tolist() for i, c in again.items()} == {
@@ -514,7 +514,7 @@ def test_a_cached_block_that_a_failed_step_took_is_not_found_again() -> None:
     _, plan = schedule(config, state.host)
     assert set(plan.overwrites.blocks) == set(state.host.blocks.digest_of)
     device = tear(config, state.device, plan, state.blobs)
-    state = replace(state, device=device, host=_without_overwritten(state.host, plan.overwrites))
+    state = replace(state, device=device, host=without_overwritten(state.host, plan.overwrites))
     state = abort(state, "2")
     _, again = ran(submit(state, Request(id="1", tokens=[1] * 9, sampling=once)))
     assert again["1"].num_cached_tokens == 0
@@ -572,7 +572,7 @@ def failed(state: EngineState) -> EngineState:
     """The state after a step that wrote everything wrong, and `recover`."""
     _, plan = schedule(state.config, state.host)
     device = tear(state.config, state.device, plan, state.blobs)
-    host = _without_overwritten(state.host, plan.overwrites)
+    host = without_overwritten(state.host, plan.overwrites)
     check_host(host, state.config.block_size)
     return replace(state, host=host, device=device)
 

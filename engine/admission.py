@@ -1,0 +1,146 @@
+"""Which waiting requests become rows: prefix hits, first blocks, places for adapters."""
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from purestep.engine.config import Config, row_limit
+from purestep.engine.planning import versions_in_use
+from purestep.engine.policy import Order
+from purestep.state.adapters import AdapterLedger, activate, victims_for
+from purestep.state.blocks import BlockDraft
+from purestep.state.engine import HostState, Rows, completion, make_row
+from purestep.state.request import Completion, FinishReason, RequestState, frozen
+
+
+@dataclass(slots=True)
+class Admitted:
+    """Waiting requests that become rows, each with its first token count."""
+
+    rows: list[tuple[Rows, int]]
+    records: dict[str, RequestState]
+    adapters: AdapterLedger
+    ended: list[Completion]
+    num_hit_tokens: int = 0
+
+    @staticmethod
+    def none(adapters: AdapterLedger) -> "Admitted":
+        return Admitted(rows=[], records={}, adapters=adapters, ended=[])
+
+
+def admit(
+    config: Config, host: HostState, order: Order, draft: BlockDraft, running: Rows, room: int
+) -> Admitted:
+    """Admit in order while tokens, rows, blocks and adapter places last.
+
+    A request whose adapter finds no place is skipped, the next may fit; one that finds no blocks
+    stops the admission, or large prompts would wait for ever behind small ones.
+    """
+    out = Admitted.none(host.adapters)
+    in_use = set(versions_in_use(running))
+    skipped = []
+    soon = (host.requests[i].version for i in order.waiting[: config.max_rows])
+    wanted = {version for version in soon if version is not None}
+    for request_id in order.waiting:
+        if room == 0 or len(running.ids) + len(out.rows) == config.max_rows:
+            break
+        record = host.requests[request_id]
+        if record.loading:
+            continue
+        victims = _adapter_place(out.adapters, record.version, in_use, wanted)
+        if victims is None:
+            skipped.append(record)
+            continue
+        if -(-_num_tokens(record) // config.block_size) > config.num_blocks:
+            # A branch of a row whose next token outgrows the pool; the row itself ends likewise.
+            out.ended.append(ended_request(config, record, FinishReason.CAPACITY))
+            continue
+        if not _blocks_suffice(config, record, draft):
+            break
+        if record.version is not None:
+            in_use.add(record.version)
+            if record.version not in out.adapters.resident:
+                out.adapters = activate(out.adapters, record.version, victims)
+        room -= _start_row(config, record, draft, room, out)
+    if skipped and not (running.ids or out.rows):
+        # Nothing runs, so only pins can be in the way, and no later step would change that.
+        pins = len(host.adapters.pins)
+        why = f"pinned adapters ({pins}) leave no place for it: max_active_adapters, lora_rows"
+        out.ended += [
+            ended_request(config, r, FinishReason.ERROR, f"adapter {r.request.adapter!r}: {why}")
+            for r in skipped
+        ]
+    return out
+
+
+def _adapter_place(
+    ledger: AdapterLedger, version: str | None, in_use: set[str], wanted: set[str]
+) -> tuple[str, ...] | None:
+    """Whom to evict for this version (nobody, often); None when there is no place."""
+    if version is None or version in ledger.resident:
+        return ()
+    spared = victims_for(ledger, version, in_use | wanted)
+    return victims_for(ledger, version, in_use) if spared is None else spared
+
+
+def _blocks_suffice(config: Config, record: RequestState, draft: BlockDraft) -> bool:
+    """Whether all its known tokens fit, so that admission does not cause the next preemption."""
+    hits = _prefix_hits(config, record, draft)
+    total = -(-_num_tokens(record) // config.block_size)
+    return total - len(hits) + draft.count_queued(hits) <= draft.num_free
+
+
+def _num_tokens(record: RequestState) -> int:
+    return len(record.request.tokens) + len(record.generated)
+
+
+def _prefix_hits(config: Config, record: RequestState, draft: BlockDraft) -> list[int]:
+    """Cached blocks of the longest prefix, never with the last token: its logits are needed."""
+    if not config.prefix_caching:
+        return []
+    return draft.lookup(record.digests[: (_num_tokens(record) - 1) // config.block_size])
+
+
+def _start_row(
+    config: Config, record: RequestState, draft: BlockDraft, room: int, out: Admitted
+) -> int:
+    """Give a record its blocks and make it a row; returns the tokens it computes first."""
+    B, total = config.block_size, _num_tokens(record)
+    hits = _prefix_hits(config, record, draft)
+    draft.retain(hits)
+    computed = len(hits) * B
+    count = min(total - computed, room)
+    table = frozen([*hits, *draft.allocate(-(-(computed + count) // B) - len(hits))])
+    register_blocks(config, record, table, computed, computed + count, draft)
+    limit = row_limit(config, record)
+    row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
+    out.rows.append((row, count))
+    if record.num_cached < 0:
+        record = replace(record, num_cached=computed)
+    out.records[record.request.id] = record
+    out.num_hit_tokens += computed
+    return count
+
+
+def register_blocks(
+    config: Config, record: RequestState, table: np.ndarray, start: int, end: int, draft: BlockDraft
+) -> None:
+    """Make the blocks findable that computing tokens `start` to `end` fills.
+
+    At once, so that a request admitted in this very step can share them: each layer writes all
+    rows' KV before any row attends.
+    """
+    if not config.prefix_caching:
+        return
+    num_prompt = len(record.prompt_digests)
+    for k in range(start // config.block_size, end // config.block_size):
+        known = record.prompt_digests if k < num_prompt else record.generated_digests
+        draft.register(int(table[k]), known[k if k < num_prompt else k - num_prompt])
+
+
+def ended_request(
+    config: Config, record: RequestState, reason: FinishReason, error: str | None = None
+) -> Completion:
+    """The end of a request that gets no further token; its record is complete."""
+    text = None if config.tokens is None else config.tokens.text(record.generated)
+    return completion(record, text=text, finish_reason=reason, error=error)

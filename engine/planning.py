@@ -1,0 +1,92 @@
+"""The plan of a step, written out from the rows that take part in it."""
+
+import numpy as np
+from immutables import Map
+
+from purestep.engine.config import Config, describe
+from purestep.state.adapters import AdapterLedger, Residence
+from purestep.state.engine import HostState, Rows, all_tokens, take_rows
+from purestep.state.plan import Overwrites, SamplingRows, StepPlan
+from purestep.state.request import RequestState, frozen
+
+
+def make_plan(
+    config: Config,
+    host: HostState,
+    rows: Rows,
+    count_R: np.ndarray,
+    requests: Map[str, RequestState],
+    adapters: AdapterLedger,
+    allocated: list[int],
+) -> StepPlan:
+    """What `execute` needs to know. `rows` and `count_R` are as this step leaves them, but for
+    `num_computed_R`; `allocated` are the blocks this step handed out."""
+    active = rows if count_R.all() else take_rows(rows, np.flatnonzero(count_R))
+    count_R = frozen(count_R[count_R > 0])
+    residents = _residents(active, adapters)
+    slot_of = {place.version: place.slot for place in residents}
+    uploads = tuple(p for p in residents if host.adapters.resident.get(p.version) is not p)
+    sampled_R = active.num_computed_R + count_R == active.num_tokens_R
+    return StepPlan(
+        step=host.step,
+        descriptor=describe(config, int(count_R.sum()), len(active.ids), len(residents)),
+        uploads=uploads,
+        copies=host.copies,
+        overwrites=_overwrites(host, allocated, uploads),
+        row_ids=active.ids,
+        start_R=active.num_computed_R,
+        count_R=count_R,
+        tokens_T=_step_tokens(active, count_R, requests),
+        tables=active.tables,
+        slot_R=frozen([slot_of.get(v, -1) for v in active.versions]),
+        residents=residents,
+        sampled_R=frozen(sampled_R, np.bool_),
+        sampling=SamplingRows(
+            temperature_S=frozen(active.temperature_R[sampled_R], np.float32),
+            top_k_S=frozen(active.top_k_R[sampled_R]),
+            top_p_S=frozen(active.top_p_R[sampled_R], np.float64),
+            stream_S=frozen(active.stream_R[sampled_R], np.uint64),
+            position_S=frozen(active.num_tokens_R[sampled_R]),
+        ),
+        ended=(),
+        loads=(),
+    )
+
+
+def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:
+    places = [adapters.resident[v] for v in versions_in_use(rows)]
+    return tuple(sorted(places, key=lambda place: place.slot))
+
+
+def _step_tokens(rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]) -> np.ndarray:
+    """The ids of all rows' windows, row after row."""
+    B = rows.tail_RB.shape[1]
+    newest_R = rows.num_computed_R == rows.num_tokens_R - 1
+    last_R = rows.tail_RB[np.arange(len(rows.ids)), rows.num_computed_R % B]
+    if newest_R.all():
+        return frozen(last_R)
+    windows = []
+    for row, request_id in enumerate(rows.ids):
+        start = int(rows.num_computed_R[row])
+        if newest_R[row]:
+            windows.append(last_R[row : row + 1])
+        else:
+            windows.append(all_tokens(requests[request_id])[start : start + int(count_R[row])])
+    return frozen(np.concatenate(windows))
+
+
+def _overwrites(
+    host: HostState, allocated: list[int], uploads: tuple[Residence, ...]
+) -> Overwrites:
+    """What the input state counts on among the blocks and adapter rows this plan hands out."""
+    ledger = host.blocks
+    blocks = sorted(b for b in allocated if b in ledger.refs or b in ledger.digest_of)
+    taken = {b for place in uploads for b in place.row_blocks}
+    adapters = [
+        v for v, place in host.adapters.resident.items() if not taken.isdisjoint(place.row_blocks)
+    ]
+    return Overwrites(blocks=tuple(blocks), adapters=tuple(sorted(adapters)))
+
+
+def versions_in_use(rows: Rows) -> list[str]:
+    return list(dict.fromkeys(v for v in rows.versions if v is not None))
