@@ -8,9 +8,9 @@ from purestep.engine.adapters import AdapterLoaded
 from purestep.engine.config import Config, check_config, initial_host
 from purestep.models.adapter_files import Adapter
 from purestep.models.config import ModelConfig, RopeConfig
+from purestep.simulation.device import empty_device
 from purestep.state.engine import EngineState
 from purestep.state.text import TokenTable
-from tests.simulation.device import empty_device
 
 VOCAB = 12
 EOS = 2

@@ -17,6 +17,8 @@ from hypothesis.stateful import (
 
 from purestep.engine.adapters import deliver, deliver_loaded, register_adapter
 from purestep.engine.requests import submit
+from purestep.simulation.device import toy_step
+from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.adapters import (
     ROW_BLOCK,
     AdapterInfo,
@@ -42,8 +44,6 @@ from purestep.state.adapters import (
 from purestep.state.canonical import to_plain
 from purestep.state.errors import AdapterError, UnknownAdapterError
 from purestep.state.request import FinishReason, Request, SamplingParams
-from tests.simulation.device import toy_step
-from tests.simulation.world import loaded, toy_config, toy_state
 
 NAMES = ("a", "b", "c", "d")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 17, "v5": 32, "v6": 1}

@@ -21,13 +21,13 @@ from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.requests import submit
 from purestep.engine.schedule import schedule
+from purestep.simulation.device import toy_step
+from purestep.simulation.world import MODEL, loaded, toy_config, toy_state
 from purestep.state.blocks import BlockDraft, BlockLedger, check_blocks, empty_blocks, free_order
 from purestep.state.engine import EngineState, HostState
 from purestep.state.hashing import block_digests
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.request import Request, SamplingParams, frozen
-from tests.simulation.device import toy_step
-from tests.simulation.world import MODEL, loaded, toy_config, toy_state
 
 
 def content(ledger: BlockLedger) -> object:

@@ -19,14 +19,14 @@ from immutables import Map
 from purestep.engine.adapters import deliver_loaded, pin_adapter, register_adapter
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
+from purestep.simulation.device import toy_step
+from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.adapters import known_names
 from purestep.state.canonical import TREES, digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState
 from purestep.state.errors import SnapshotError
 from purestep.state.plan import BatchDescriptor
 from purestep.state.request import FinishReason, Request, SamplingParams, frozen
-from tests.simulation.device import toy_step
-from tests.simulation.world import loaded, toy_config, toy_state
 
 events = st.lists(st.integers(0, 10**6), max_size=40)
 

@@ -36,6 +36,8 @@ from purestep.engine.adapters import (
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
+from purestep.simulation.device import next_token, tear, toy_step
+from purestep.simulation.world import EOS, TABLE, VOCAB, loaded, toy_config, toy_state
 from purestep.state.adapters import pinned_versions
 from purestep.state.canonical import digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState, check_host, progress
@@ -43,8 +45,6 @@ from purestep.state.errors import AdapterError, RequestError, UnknownAdapterErro
 from purestep.state.hashing import random_stream, request_seed
 from purestep.state.plan import Outputs, StepPlan
 from purestep.state.request import Completion, FinishReason, Request, SamplingParams
-from tests.simulation.device import next_token, tear, toy_step
-from tests.simulation.world import EOS, TABLE, VOCAB, loaded, toy_config, toy_state
 
 NAMES = ("sql", "chat", "fr")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}

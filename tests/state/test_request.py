@@ -11,6 +11,8 @@ import pytest
 import torch
 
 from purestep.engine.requests import submit
+from purestep.simulation.device import toy_step
+from purestep.simulation.world import VOCAB, toy_config, toy_state
 from purestep.state.canonical import digest
 from purestep.state.engine import EngineState
 from purestep.state.errors import RequestError, SamplingError, UnknownAdapterError
@@ -22,8 +24,6 @@ from purestep.state.request import (
     check_sampling,
     checked_tokens,
 )
-from tests.simulation.device import toy_step
-from tests.simulation.world import VOCAB, toy_config, toy_state
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # an int that no float can hold
