@@ -223,7 +223,7 @@ def test_each_row_has_its_own_top_k(seed: int, ks: list[int]) -> None:
 )
 def test_top_p_is_transformers(seed: int, ps: list[float]) -> None:
     logits = logits_of(seed, len(ps), 23)
-    mine = keep_top_p(logits, torch.tensor(ps))
+    mine = keep_top_p(logits, torch.tensor(ps, dtype=torch.float64))
     for row, p in enumerate(ps):
         want = TopPLogitsWarper(p)(None, logits[row : row + 1])
         assert torch.equal(mine[row : row + 1], want)
