@@ -1,7 +1,7 @@
 """The offline driver: requests in, completions out, as they finish."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import closing
 
 import numpy as np
@@ -16,6 +16,8 @@ from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError
 from purestep.state.plan import Outputs
 from purestep.state.request import Completion, FinishReason, Request, frozen
+
+_END = object()  # what an exhausted iterator gives
 
 
 def generate(
@@ -60,10 +62,12 @@ def _drive(
     exhausted = False
     while True:
         while not exhausted and len(state.host.requests) < window:
-            request = next(requests, None)
-            if request is None:
+            request = next(requests, _END)
+            if request is _END:
                 exhausted = True
                 break
+            if not isinstance(request, Request):
+                raise TypeError(f"generate takes Requests (see prepare), got {request!r}")
             try:
                 state = submit(state, request)
             except RequestError as error:
@@ -88,6 +92,6 @@ def refused(request: Request, error: RequestError) -> Completion:
         logprobs=frozen((), np.float32),
         text=None,
         finish_reason=FinishReason.ERROR,
-        num_prompt_tokens=len(request.tokens),
+        num_prompt_tokens=len(request.tokens) if isinstance(request.tokens, Sized) else 0,
         error=str(error),
     )

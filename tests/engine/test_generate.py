@@ -58,6 +58,17 @@ def test_bad_requests_become_completions_with_an_error() -> None:
         assert done[n].tokens.tolist() == alone(items[int(n)]).tokens.tolist()
 
 
+def test_malformed_requests_hurt_nobody() -> None:
+    """Tokens that are no sequence give one error completion; what is no request is a TypeError."""
+    good = request("ok", prompt(0, 5))
+    odd = [Request(id=str(n), tokens=tokens) for n, tokens in enumerate((5, None, "ab", [[1], 2]))]
+    done = {c.id: c for c in generate(tiny_program(), [*odd, good])}
+    assert [done[str(n)].finish_reason for n in range(4)] == ["error"] * 4
+    assert done["ok"].tokens.tolist() == alone(good).tokens.tolist()
+    with pytest.raises(TypeError, match="None"):
+        list(generate(tiny_program(), [good, None]))
+
+
 def test_adapters_load_in_the_background() -> None:
     program, steps = tiny_program(), []
     items = [request(str(n), prompt(n, 6), ["a", None, "b", "gone"][n % 4]) for n in range(12)]
