@@ -3,7 +3,7 @@
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from purestep.engine.pool import (
 from purestep.engine.program import Program
 from purestep.models.decoder import forward, logits
 from purestep.ops.sample import sample
+from purestep.state.adapters import Residence
 from purestep.state.batch import Batch, LoraBatch
 from purestep.state.engine import DeviceState
 from purestep.state.plan import StepPlan, StepResult
@@ -83,6 +84,7 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     B, shape = config.block_size, plan.descriptor
     count_R, T = plan.count_R, shape.num_tokens
     row_T = np.repeat(np.arange(len(count_R)), count_R)
+    slot_T = plan.slot_R[row_T]
     first_R = np.cumsum(count_R) - count_R
     position_T = plan.start_R[row_T] + np.arange(len(row_T)) - first_R[row_T]
     table_RM = _block_table(plan, shape.num_rows)
@@ -101,7 +103,7 @@ def pack(config: Config, plan: StepPlan) -> Batch:
         context_len_R=torch.tensor(context_len_R, **ints),
         block_table_RM=torch.tensor(table_RM, **ints),
         logits_index_S=torch.tensor((first_R + count_R - 1)[plan.sampled_R], **longs),
-        lora=pack_lora(config, plan, row_T) if plan.residents else None,
+        lora=pack_lora(config, plan.residents, slot_T, T) if plan.residents else None,
     )
 
 
@@ -116,18 +118,22 @@ def _padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
     return np.pad(values, (0, length - len(values)), constant_values=filler)
 
 
-def pack_lora(config: Config, plan: StepPlan, row_T: np.ndarray) -> LoraBatch:
-    """Token rows grouped by adapter, in slot order and stable within a group; base rows in none."""
+def pack_lora(
+    config: Config, residents: Sequence[Residence], slot_T: np.ndarray, num_rows: int
+) -> LoraBatch:
+    """Rows of a product grouped by adapter, in slot order and stable within a group.
+
+    `slot_T` is each row's slot, -1 for base rows, which are in no group; `num_rows` counts padding.
+    """
     G, P = config.max_active_adapters, config.lora_rows
-    slot_T = plan.slot_R[row_T]
     token_T = np.argsort(slot_T, kind="stable")[np.count_nonzero(slot_T < 0) :]
-    group_start = [0, *np.cumsum([np.count_nonzero(slot_T == p.slot) for p in plan.residents])]
-    rows = [row_index(place) for place in plan.residents]
+    group_start = [0, *np.cumsum([np.count_nonzero(slot_T == p.slot) for p in residents])]
+    rows = [row_index(place) for place in residents]
     rank_start = [0, *np.cumsum([len(r) for r in rows])]
     ints = {"dtype": torch.int32, "device": config.device}
     spare = G + 1 - len(group_start)
     return LoraBatch(
-        token_T=torch.tensor(_padded(token_T, plan.descriptor.num_tokens, -1), **ints),
+        token_T=torch.tensor(_padded(token_T, num_rows, -1), **ints),
         group_start_G1=torch.tensor([*group_start, *[group_start[-1]] * spare], **ints),
         row_P=torch.tensor(_padded(np.concatenate(rows), P, -1), **ints),
         rank_start_G1=torch.tensor([*rank_start, *[rank_start[-1]] * spare], **ints),

@@ -171,18 +171,25 @@ def linear(
     """x W^T + bias, and each token's adapter delta."""
     y_TO = F.linear(x_TD, w_OD, bias_O)
     if rows is not None and lora is not None:
-        lora_add_(
-            y_TO,
-            x_TD,
-            rows.a_SPD,
-            rows.b_PO,
-            lora.token_T,
-            lora.group_start_G1,
-            lora.row_P,
-            lora.rank_start_G1,
-            out_sizes,
-        )
+        add_deltas_(y_TO, x_TD, rows, lora, out_sizes)
     return y_TO
+
+
+def add_deltas_(
+    y_TO: Tensor, x_TD: Tensor, rows: AdapterRows, lora: LoraBatch, out_sizes: tuple[int, ...]
+) -> None:
+    """Add to each row of `y_TO` the delta of the adapter that `lora` gives it."""
+    lora_add_(
+        y_TO,
+        x_TD,
+        rows.a_SPD,
+        rows.b_PO,
+        lora.token_T,
+        lora.group_start_G1,
+        lora.row_P,
+        lora.rank_start_G1,
+        out_sizes,
+    )
 
 
 def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:

@@ -129,27 +129,17 @@ def test_the_kernel_metadata_of_the_specification() -> None:
     Here: slots (0, 2), counts (1, 4), starts (0, 1, 5), sorted rows 5 0 1 2 6, two groups.
     """
     program = tiny_program(max_active_adapters=4)
-    plan = _Plan()
-    row_T = np.repeat(np.arange(5), [3, 2, 1, 1, 1])
-    batch = pack_lora(program.config, plan, row_T)
+    residents = (
+        Residence(version="id 3", slot=0, row_blocks=(3,)),
+        Residence(version="id 7", slot=2, row_blocks=(0, 1)),
+    )
+    slot_T = np.repeat([2, -1, 0, 2, -1], [3, 2, 1, 1, 1])  # rows A, B, C, D, E
+    batch = pack_lora(program.config, residents, slot_T, 8)
     assert batch.token_T.tolist() == [5, 0, 1, 2, 6, -1, -1, -1]
     assert batch.group_start_G1.tolist() == [0, 1, 5, 5, 5]
     assert batch.rank_start_G1.tolist() == [0, 8, 24, 24, 24]
     assert batch.row_P.tolist()[:24] == [*range(24, 32), *range(8), *range(8, 16)]
     assert set(batch.row_P.tolist()[24:]) == {-1}
-
-
-class _Plan:
-    """The fields of a StepPlan that the packer of adapters reads: rows A, B, C, D, E of 7.2."""
-
-    slot_R = np.array([2, -1, 0, 2, -1])
-    residents = (
-        Residence(version="id 3", slot=0, row_blocks=(3,)),
-        Residence(version="id 7", slot=2, row_blocks=(0, 1)),
-    )
-
-    class descriptor:
-        num_tokens = 8
 
 
 def test_a_plan_tells_the_bucket_of_the_step() -> None:
