@@ -38,7 +38,9 @@ class Config:
     @property
     def kv_identity(self) -> str:
         """What a cached KV block depends on beside its tokens, adapter and salt."""
-        return f"{self.weights}/{self.dtype}"
+        rope = self.model.rope
+        factors = f"/{'long' if rope.long else 'short'}" if rope.kind == "longrope" else ""
+        return f"{self.weights}/{self.dtype}{factors}"
 
 
 def check_config(config: Config) -> Config:

@@ -2,7 +2,7 @@
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from purestep.engine.prepare import load_tokenizer, token_table
 from purestep.models.checkpoint import load_checkpoint, stop_ids
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
+from purestep.models.rope import rope_for_context
 from purestep.state.engine import DeviceState, EngineState
 from purestep.state.text import TokenTable
 
@@ -90,17 +91,19 @@ def make_program(
     """A program over parameters in memory, every option resolved and checked.
 
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
-    (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`.
+    (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`;
+    with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
     Raises ConfigError naming option, value and limit.
     """
+    max_context = model.max_position if max_context is None else max_context
     config = Config(
-        model=model,
+        model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
         dtype=dtype,
         device=device,
         block_size=block_size,
         num_blocks=1,
-        max_context=model.max_position if max_context is None else max_context,
+        max_context=max_context,
         max_rows=max_rows,
         max_batched_tokens=max_batched_tokens,
         max_active_adapters=max_active_adapters,

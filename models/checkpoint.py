@@ -3,7 +3,6 @@
 O output width of a fused linear, D its input width.
 """
 
-import copy
 import json
 from collections.abc import Iterator
 from contextlib import ExitStack
@@ -14,116 +13,14 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
-from transformers import LlamaConfig, PretrainedConfig, Qwen2Config
 
-from purestep.models.config import ModelConfig, RopeConfig, fused_linears
+from purestep.models.config import FusedLinear, ModelConfig, fused_linears
 from purestep.models.decoder import Layer, Params
-from purestep.models.rope import ROPE_KINDS
+from purestep.models.families import model_config_from_hf
 from purestep.state.errors import CheckpointError
 
-CONFIG_CLASSES = {"llama": LlamaConfig, "qwen2": Qwen2Config}
-ARCHITECTURES = {
-    "LlamaForCausalLM": "llama",
-    "LlamaModel": "llama",
-    "Qwen2ForCausalLM": "qwen2",
-    "Qwen2Model": "qwen2",
-}
 EMBED, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 FLOATS = ("F16", "BF16", "F32", "F64")
-
-
-def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelConfig:
-    """The geometry of a Llama or Qwen2 model, from config.json's content or a config object.
-
-    transformers' own class reads the dictionary, so defaults and both spellings of the rotary
-    settings (`rope_theta` with `rope_scaling`, `rope_parameters`) mean what they mean there.
-    Raises CheckpointError naming what is not supported: the architecture, a quantised checkpoint,
-    a sliding window in use, the rope kind, the activation, or sizes that contradict each other.
-    """
-    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-    family = _family(given)
-    if given.get("quantization_config"):
-        raise CheckpointError(
-            "quantised checkpoints are not supported (quantization_config is set)"
-        )
-    try:
-        hf = CONFIG_CLASSES[family](**copy.deepcopy(given))
-    except Exception as error:  # the validators of transformers raise many kinds
-        raise CheckpointError(f"config.json of a {family} model is not valid: {error}") from error
-    if hf.hidden_act not in ("silu", "swish"):
-        raise CheckpointError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
-    if any(kind != "full_attention" for kind in getattr(hf, "layer_types", None) or ()):
-        raise CheckpointError(
-            "sliding-window attention is not supported (use_sliding_window is set, "
-            f"{hf.sliding_window} tokens from layer {hf.max_window_layers} on)"
-        )
-    config = ModelConfig(
-        architecture="LlamaForCausalLM" if family == "llama" else "Qwen2ForCausalLM",
-        num_layers=hf.num_hidden_layers,
-        hidden_size=hf.hidden_size,
-        intermediate_size=hf.intermediate_size,
-        num_heads=hf.num_attention_heads,
-        num_kv_heads=hf.num_key_value_heads,
-        head_dim=getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads,
-        vocab_size=hf.vocab_size,
-        max_position=hf.max_position_embeddings,
-        norm_eps=hf.rms_norm_eps,
-        rope=_rope_config(hf.rope_parameters or {}),
-        tie_embeddings=bool(hf.tie_word_embeddings),
-        qkv_bias=family == "qwen2" or hf.attention_bias,
-        out_bias=family == "llama" and hf.attention_bias,
-        mlp_bias=family == "llama" and hf.mlp_bias,
-    )
-    sizes = (config.num_layers, config.hidden_size, config.intermediate_size, config.vocab_size)
-    if min(*sizes, config.num_heads, config.num_kv_heads, config.head_dim) < 1:
-        raise CheckpointError(f"a size of config.json is not positive: {config}")
-    if config.num_heads % config.num_kv_heads or config.head_dim % 2:
-        raise CheckpointError(
-            f"{config.num_heads} query heads must be a multiple of {config.num_kv_heads} key/value "
-            f"heads, and the head size {config.head_dim} even"
-        )
-    return config
-
-
-def _family(given: dict[str, Any]) -> str:
-    architectures = given.get("architectures") or []
-    known = ARCHITECTURES.get(architectures[0]) if architectures else given.get("model_type")
-    if known not in CONFIG_CLASSES:
-        found = architectures[0] if architectures else f"model_type {given.get('model_type')!r}"
-        raise CheckpointError(
-            f"architecture {found} is not supported, only LlamaForCausalLM and Qwen2ForCausalLM"
-        )
-    return known
-
-
-def _rope_config(rope: dict[str, Any]) -> RopeConfig:
-    kind = rope.get("rope_type") or "default"
-    if kind not in ROPE_KINDS:
-        raise CheckpointError(f"rope kind {kind!r} is not supported, only {', '.join(ROPE_KINDS)}")
-    if rope.get("partial_rotary_factor") not in (None, 1, 1.0):
-        raise CheckpointError(
-            f"partial_rotary_factor {rope['partial_rotary_factor']} is not supported, only 1.0"
-        )
-    theta = float(rope.get("rope_theta") or 10_000.0)
-    if kind == "default":
-        return RopeConfig(theta=theta)
-    wanted = (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    )
-    if missing := [name for name in wanted if rope.get(name) is None]:
-        raise CheckpointError(f"rope kind 'llama3' lacks {', '.join(missing)}")
-    factor, low, high, original = (rope[name] for name in wanted)
-    return RopeConfig(
-        theta=theta,
-        kind=kind,
-        factor=float(factor),
-        low_freq_factor=float(low),
-        high_freq_factor=float(high),
-        original_max_position=int(original),
-    )
 
 
 def load_checkpoint(
@@ -177,13 +74,23 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     for i in range(config.num_layers):
         shapes[f"layers.{i}.input_layernorm.weight"] = (D,)
         shapes[f"layers.{i}.post_attention_layernorm.weight"] = (D,)
+        if config.qk_norm:
+            shapes[f"layers.{i}.self_attn.q_norm.weight"] = (config.head_dim,)
+            shapes[f"layers.{i}.self_attn.k_norm.weight"] = (config.head_dim,)
         for linear in fused_linears(config):
-            for child, size in zip(linear.children, linear.out_sizes, strict=True):
+            for child, size in _stored_linears(config, linear).items():
                 name = f"layers.{i}.{linear.parent}.{child}"
                 shapes[f"{name}.weight"] = (size, linear.in_features)
                 if _has_bias(config, linear.name):
                     shapes[f"{name}.bias"] = (size,)
     return shapes
+
+
+def _stored_linears(config: ModelConfig, linear: FusedLinear) -> dict[str, int]:
+    """The names and output sizes under which a checkpoint holds a linear: Phi-3 fuses them too."""
+    if config.architecture == "Phi3ForCausalLM" and len(linear.children) > 1:
+        return {f"{linear.name}_proj": linear.out_features}
+    return dict(zip(linear.children, linear.out_sizes, strict=True))
 
 
 def _has_bias(config: ModelConfig, linear: str) -> bool:
@@ -271,17 +178,23 @@ def _layer(tensors: dict[str, Tensor], config: ModelConfig, i: int) -> Layer:
     weights: dict[str, Tensor] = {}
     biases: dict[str, Tensor | None] = {}
     for linear in fused_linears(config):
-        names = [f"layers.{i}.{linear.parent}.{child}" for child in linear.children]
+        stored = _stored_linears(config, linear)
+        names = [f"layers.{i}.{linear.parent}.{child}" for child in stored]
         weights[linear.name] = _stack([tensors.pop(f"{name}.weight") for name in names])
         biases[linear.name] = (
             _stack([tensors.pop(f"{name}.bias") for name in names])
             if _has_bias(config, linear.name)
             else None
         )
+    norm = None
+    if config.qk_norm:
+        q, k = (tensors[f"layers.{i}.self_attn.{role}_norm.weight"] for role in "qk")
+        norm = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
     return Layer(
         attn_norm_D=tensors[f"layers.{i}.input_layernorm.weight"],
         qkv_OD=weights["qkv"],
         qkv_bias_O=biases["qkv"],
+        qk_norm_NH=norm,
         out_DO=weights["out"],
         out_bias_D=biases["out"],
         mlp_norm_D=tensors[f"layers.{i}.post_attention_layernorm.weight"],

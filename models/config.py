@@ -8,14 +8,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RopeConfig:
-    """Rotary embedding. `kind` is transformers' rope_type; the last four serve llama3 alone."""
+    """Rotary embedding. `kind` is transformers' rope_type; fields that a kind does not use keep
+    their defaults, so that equal embeddings have equal configs."""
 
     theta: float = 10_000.0
     kind: str = "default"
-    factor: float = 1.0
-    low_freq_factor: float = 1.0
+    share: float = 1.0  # of the head's channels that turn (Phi-3's partial_rotary_factor)
+    attention_factor: float = 1.0  # on cos and sin: yarn, longrope
+    factor: float = 1.0  # linear, llama3, yarn
+    original_max_position: int = 0  # llama3, yarn, longrope
+    low_freq_factor: float = 1.0  # llama3
     high_freq_factor: float = 4.0
-    original_max_position: int = 0
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0
+    truncate: bool = True
+    short_factors: tuple[float, ...] = ()  # longrope, one for each pair of channels
+    long_factors: tuple[float, ...] = ()
+    long: bool = False  # which of the two: see rope.rope_for_context
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +46,8 @@ class ModelConfig:
     qkv_bias: bool
     out_bias: bool
     mlp_bias: bool
+    qk_norm: bool  # RMS norm of each query and key head before the rotation
+    windows: tuple[int, ...]  # of each layer: the positions a token sees, itself included; 0 = all
 
     @property
     def q_size(self) -> int:

@@ -1,7 +1,8 @@
 """The dense decoder: one forward pass over a mixed batch of rows and adapters.
 
-T token rows, D hidden, F MLP width, N query heads, K key/value heads, H head size, V vocabulary,
-O output width of a fused linear, S slices of it (or sampled rows), P paged adapter rows.
+T token rows, D hidden, F MLP width, N query heads, K key/value heads, H head size, C rotary
+channels of a head, V vocabulary, O output width of a fused linear, S slices of it (or sampled
+rows), P paged adapter rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
-from purestep.models.rope import apply_rope, inv_freq, rope_table
+from purestep.models.rope import apply_rope, rope_table
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.lora_add import lora_add_
 from purestep.ops.paged_attention import paged_attention
@@ -27,6 +28,7 @@ class Layer:
     attn_norm_D: Tensor
     qkv_OD: Tensor  # q, k, v
     qkv_bias_O: Tensor | None
+    qk_norm_NH: Tensor | None  # Qwen3: q's norm for each query head, then k's for each key head
     out_DO: Tensor
     out_bias_D: Tensor | None
     mlp_norm_D: Tensor
@@ -65,7 +67,7 @@ class LayerAdapters:
 
 
 LayerFn = Callable[
-    [Layer, LayerAdapters | None, Tensor, Tensor, Tensor, Tensor, Batch, ModelConfig], Tensor
+    [Layer, LayerAdapters | None, Tensor, Tensor, Tensor, Tensor, Batch, ModelConfig, int], Tensor
 ]
 
 
@@ -84,11 +86,11 @@ def forward(
     """
     layer_fn = layer_fn or decoder_layer
     h_TD = embed(params, batch.token_T)
-    freq = inv_freq(config.rope, config.head_dim).to(h_TD.device)
-    cos_TH, sin_TH = rope_table(freq, batch.position_T, h_TD.dtype)
+    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
     rows = adapters if adapters is not None else (None,) * len(params.layers)
-    for layer, layer_rows, pages in zip(params.layers, rows, kv, strict=True):
-        h_TD = layer_fn(layer, layer_rows, pages, h_TD, cos_TH, sin_TH, batch, config)
+    layers = zip(params.layers, rows, kv, config.windows, strict=True)
+    for layer, layer_rows, pages, window in layers:
+        h_TD = layer_fn(layer, layer_rows, pages, h_TD, cos_TC, sin_TC, batch, config, window)
     return rms_norm(h_TD, params.norm_D, config.norm_eps)
 
 
@@ -107,14 +109,16 @@ def decoder_layer(
     adapters: LayerAdapters | None,
     kv: Tensor,
     h_TD: Tensor,
-    cos_TH: Tensor,
-    sin_TH: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
     batch: Batch,
     config: ModelConfig,
+    window: int,
 ) -> Tensor:
-    """One layer: hidden states in, hidden states out, keys and values written to `kv`."""
+    """One layer: hidden states in, hidden states out, keys and values written to `kv`. A token
+    sees the last `window` positions, itself included, or all (0)."""
     x_TD = rms_norm(h_TD, layer.attn_norm_D, config.norm_eps)
-    h_TD = h_TD + attention(layer, adapters, kv, x_TD, cos_TH, sin_TH, batch, config)
+    h_TD = h_TD + attention(layer, adapters, kv, x_TD, cos_TC, sin_TC, batch, config, window)
     x_TD = rms_norm(h_TD, layer.mlp_norm_D, config.norm_eps)
     return h_TD + mlp(layer, adapters, x_TD, batch.lora, config)
 
@@ -124,20 +128,24 @@ def attention(
     adapters: LayerAdapters | None,
     kv: Tensor,
     x_TD: Tensor,
-    cos_TH: Tensor,
-    sin_TH: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
     batch: Batch,
     config: ModelConfig,
+    window: int,
 ) -> Tensor:
     N, K, H = config.num_heads, config.num_kv_heads, config.head_dim
     sizes = (config.q_size, config.kv_size, config.kv_size)
     rows = adapters.qkv if adapters is not None else None
     qkv_TO = linear(x_TD, layer.qkv_OD, layer.qkv_bias_O, rows, batch.lora, sizes)
     qk_TO, v_TO = qkv_TO.split((config.q_size + config.kv_size, config.kv_size), dim=-1)
-    q_TNH, k_TKH = apply_rope(qk_TO.unflatten(-1, (N + K, H)), cos_TH, sin_TH).split((N, K), dim=1)
+    qk_TNH = qk_TO.unflatten(-1, (N + K, H))
+    if layer.qk_norm_NH is not None:
+        qk_TNH = rms_norm(qk_TNH, layer.qk_norm_NH, config.norm_eps)
+    q_TNH, k_TKH = apply_rope(qk_TNH, cos_TC, sin_TC).split((N, K), dim=1)
     kv_write_(kv, k_TKH, v_TO.unflatten(-1, (K, H)), batch.kv_index_T)
     o_TNH = paged_attention(
-        q_TNH, kv, batch.query_start_R1, batch.context_len_R, batch.block_table_RM, H**-0.5
+        q_TNH, kv, batch.query_start_R1, batch.context_len_R, batch.block_table_RM, H**-0.5, window
     )
     rows = adapters.out if adapters is not None else None
     hidden = (config.hidden_size,)
@@ -200,7 +208,8 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 
 
 def compile_layer() -> LayerFn:
-    """`decoder_layer`, compiled: one graph with adapters and one without, whatever the batch.
+    """`decoder_layer`, compiled: one graph with adapters and one without, whatever the batch, for
+    each window that layers of the model have.
 
     All layers, token counts, row counts, block table widths and pool sizes share them, 1 included,
     so nothing needs padding. Weights, G and P are part of the graph: another model, or another
@@ -216,31 +225,42 @@ def compile_layer() -> LayerFn:
         adapters: LayerAdapters | None,
         kv: Tensor,
         h_TD: Tensor,
-        cos_TH: Tensor,
-        sin_TH: Tensor,
+        cos_TC: Tensor,
+        sin_TC: Tensor,
         batch: Batch,
         config: ModelConfig,
+        window: int,
     ) -> Tensor:
         if batch.lora is None:
             adapters = None
-        if not hasattr(batch.kv_index_T, "_dynamo_unbacked_indices"):
-            _mark_sizes(kv, h_TD, cos_TH, sin_TH, batch)
-        return compiled(layer, adapters, kv, h_TD, cos_TH, sin_TH, batch, config)
+        new = not hasattr(batch.kv_index_T, "_dynamo_unbacked_indices")
+        if new:
+            _mark_batch(cos_TC, sin_TC, batch)
+        if new or window != config.windows[0]:
+            _mark_layer(kv, h_TD)
+        return compiled(layer, adapters, kv, h_TD, cos_TC, sin_TC, batch, config, window)
 
     return layer_fn
 
 
-def _mark_sizes(kv: Tensor, h_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor, batch: Batch) -> None:
+def _mark_layer(kv: Tensor, h_TD: Tensor) -> None:
     """Tell the compiler which sizes vary. It matters when a graph is made, which is always in the
-    first layer that sees a batch; there it takes 60 us, in every layer it would take 2 ms a step.
+    first layer that sees a batch, or in one whose window the first does not have; with the batch
+    it takes 60 us, in every layer of a 30-layer model it would take 2 ms a step.
 
     Unbacked, since `dynamic=True` makes graphs of its own for size 1 and for a size that happens
     to equal another one (T = 2 and the two halves of kv): 8 graphs in a walk over T = 1..64."""
     from torch._dynamo.decorators import mark_unbacked  # here: it doubles the import time of torch
 
-    for tensor in (h_TD, cos_TH, sin_TH, batch.kv_index_T, batch.query_start_R1):
-        mark_unbacked(tensor, 0)
-    for tensor in (batch.context_len_R, *(() if batch.lora is None else (batch.lora.token_T,))):
-        mark_unbacked(tensor, 0)
-    mark_unbacked(batch.block_table_RM, (0, 1))
+    mark_unbacked(h_TD, 0)
     mark_unbacked(kv, 1)
+
+
+def _mark_batch(cos_TC: Tensor, sin_TC: Tensor, batch: Batch) -> None:
+    from torch._dynamo.decorators import mark_unbacked
+
+    for tensor in (cos_TC, sin_TC, batch.kv_index_T, batch.query_start_R1, batch.context_len_R):
+        mark_unbacked(tensor, 0)
+    if batch.lora is not None:
+        mark_unbacked(batch.lora.token_T, 0)
+    mark_unbacked(batch.block_table_RM, (0, 1))

@@ -1,31 +1,65 @@
-"""Rotary position embedding, rotate-half layout (Llama, Qwen2).
+"""Rotary position embedding, rotate-half layout.
 
-T tokens, N heads, H head size.
+T tokens, N heads, H head size, C channels of a head that turn (all of them, but for Phi-3 models
+with a partial rotary factor), i one of the C / 2 pairs.
 """
 
 import math
+from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor
 
 from purestep.models.config import RopeConfig
 
-ROPE_KINDS = ("default", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope")
 
 
-def inv_freq(rope: RopeConfig, head_dim: int) -> Tensor:
-    """Angle per position of each pair of channels: float32 [head_dim / 2].
+def rope_for_context(rope: RopeConfig, max_context: int) -> RopeConfig:
+    """The embedding of an engine whose requests have up to `max_context` tokens.
 
-    default: theta^(-2i/H) (RoFormer, Su et al. 2021). llama3: wavelengths beyond
-    original/low_freq_factor are stretched by `factor`, those below original/high_freq_factor are
-    kept, a linear blend between (Llama 3.1; transformers `modeling_rope_utils`, whose order of
-    float32 operations is kept, so that the values are equal bit for bit).
+    Only longrope depends on it: the long factors beyond `original_max_position`, else the short
+    ones, once for all requests. transformers chooses anew in every call, by its length; cached keys
+    cannot follow that, so the two agree for lengths on the side of `original_max_position` that
+    `max_context` is on.
+    """
+    long = rope.kind == "longrope" and max_context > rope.original_max_position
+    return replace(rope, long=long)
+
+
+@cache
+def inv_freq(rope: RopeConfig, head_dim: int, device: torch.device | str = "cpu") -> Tensor:
+    """Angle per position of each pair of channels: float32 [C / 2]. Shared, never written to.
+
+    The kinds are those of transformers' `modeling_rope_utils`, whose order of float32 operations
+    is kept, so that the values are equal bit for bit:
+
+    default: theta^(-2i/C) (RoFormer, Su et al. 2021). linear: the same, divided by `factor`.
+    llama3: wavelengths beyond original/low_freq_factor are stretched by `factor`, those below
+    original/high_freq_factor are kept, a linear blend between. yarn (Peng et al. 2023): pairs that
+    turn more than `beta_fast` times within the original context are kept, those that turn less
+    than `beta_slow` times are stretched, a linear blend between. longrope (Ding et al. 2024): each
+    pair is stretched by a factor of its own.
+
     Raises ValueError for another kind.
     """
     if rope.kind not in ROPE_KINDS:
         raise ValueError(f"rope kind {rope.kind!r} is not one of {ROPE_KINDS}")
-    plain = 1.0 / (rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim))
-    return plain if rope.kind == "default" else _llama3(rope, plain)
+    with torch.inference_mode(False):  # it outlives the call, and others may differentiate
+        C = int(head_dim * rope.share)
+        power = rope.theta ** (torch.arange(0, C, 2, dtype=torch.float32, device="cpu") / C)
+        if rope.kind == "longrope":
+            factors = rope.long_factors if rope.long else rope.short_factors
+            power = torch.tensor(factors, dtype=torch.float32, device="cpu") * power
+        freq = 1.0 / power
+        if rope.kind == "linear":
+            freq = freq / rope.factor
+        if rope.kind == "llama3":
+            freq = _llama3(rope, freq)
+        if rope.kind == "yarn":
+            freq = _yarn(rope, power)
+        return freq.to(device)
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
@@ -37,17 +71,43 @@ def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
     return torch.where(wavelength < original / high, plain, stretched)
 
 
-def rope_table(inv_freq: Tensor, position_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-    """cos_TH and sin_TH of every token, computed in float32, once for all layers."""
-    angle = position_T[:, None].float() * inv_freq
-    angle_TH = torch.cat((angle, angle), dim=-1)
-    return angle_TH.cos().to(dtype), angle_TH.sin().to(dtype)
+def _yarn(rope: RopeConfig, power: Tensor) -> Tensor:
+    num_pairs = len(power)
+    first, last = (
+        _pair_of(rope, turns, 2 * num_pairs) for turns in (rope.beta_fast, rope.beta_slow)
+    )
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * num_pairs - 1)
+    last += 0.001 if first == last else 0.0
+    pair = torch.arange(num_pairs, dtype=torch.float32, device="cpu")
+    kept = 1 - ((pair - first) / (last - first)).clamp(0, 1)
+    return 1.0 / (rope.factor * power) * (1 - kept) + 1.0 / power * kept
 
 
-def apply_rope(x_TNH: Tensor, cos_TH: Tensor, sin_TH: Tensor) -> Tensor:
-    """Rotate channel pairs (i, i + H/2) of every head by the token's angles."""
-    torch._check(cos_TH.shape[0] == x_TNH.shape[0])  # the compiler learns it here
-    torch._check(sin_TH.shape[0] == x_TNH.shape[0])
-    first, second = x_TNH.chunk(2, dim=-1)
-    turned_TNH = torch.cat((-second, first), dim=-1)
-    return x_TNH * cos_TH[:, None] + turned_TNH * sin_TH[:, None]
+def _pair_of(rope: RopeConfig, turns: float, channels: int) -> float:
+    """The pair, as a fraction, that turns this many times within the original context."""
+    wavelength = rope.original_max_position / (turns * 2 * math.pi)
+    return channels * math.log(wavelength) / (2 * math.log(rope.theta))
+
+
+def rope_table(
+    rope: RopeConfig, head_dim: int, position_T: Tensor, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """cos_TC and sin_TC of every token, computed in float32, once for all layers."""
+    angle = position_T[:, None].float() * inv_freq(rope, head_dim, position_T.device)
+    angle_TC = torch.cat((angle, angle), dim=-1)
+    cos_TC, sin_TC = angle_TC.cos(), angle_TC.sin()
+    return (cos_TC * rope.attention_factor).to(dtype), (sin_TC * rope.attention_factor).to(dtype)
+
+
+def apply_rope(x_TNH: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:
+    """Turn channel pairs (i, i + C/2) of every head by the token's angles; the rest stays."""
+    torch._check(cos_TC.shape[0] == x_TNH.shape[0])  # the compiler learns it here
+    torch._check(sin_TC.shape[0] == x_TNH.shape[0])
+    C = cos_TC.shape[1]
+    x_TNC, rest = x_TNH[..., :C], x_TNH[..., C:]
+    first, second = x_TNC.chunk(2, dim=-1)
+    turned_TNC = torch.cat((-second, first), dim=-1)
+    o_TNC = x_TNC * cos_TC[:, None] + turned_TNC * sin_TC[:, None]
+    return torch.cat((o_TNC, rest), dim=-1) if x_TNH.shape[2] > C else o_TNC

@@ -10,15 +10,24 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import LlamaConfig, Qwen2Config
+from transformers import (
+    LlamaConfig,
+    MistralConfig,
+    Phi3Config,
+    Qwen2Config,
+    Qwen3Config,
+)
 
-from purestep.models.checkpoint import load_checkpoint, model_config_from_hf, stop_ids
+from purestep.models.checkpoint import load_checkpoint, stop_ids
 from purestep.models.config import RopeConfig
 from purestep.models.decoder import Params
+from purestep.models.families import model_config_from_hf
 from purestep.state.errors import CheckpointError
-from tests.models.tiny import FAMILIES, LLAMA3_ROPE, SIZES, save_checkpoint
+from tests.models.tiny import FAMILIES, LLAMA3_ROPE, LONG_ROPE, SIZES, save_checkpoint
 
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], **SIZES}
+MISTRAL = {"model_type": "mistral", "architectures": ["MistralForCausalLM"], **SIZES}
+PHI3 = {"model_type": "phi3", "architectures": ["Phi3ForCausalLM"], **SIZES}
 QWEN2 = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], **SIZES}
 Edit = Callable[[dict[str, Tensor]], None]
 
@@ -54,18 +63,24 @@ def test_config_object_and_file_agree(tmp_path: Path, family: str) -> None:
     config, _, _ = load_checkpoint(tmp_path, dtype=torch.float32)
     assert config == model_config_from_hf(model.config)
     assert (config.num_layers, config.hidden_size, config.vocab_size) == (2, 32, 128)
-    assert config.head_dim == (12 if family == "llama-head12" else 8)
+    assert config.head_dim == {"llama-head12": 12, "qwen3": 16}.get(family, 8)
     assert config.tie_embeddings == (family == "llama-tied")
     biases = (config.qkv_bias, config.out_bias, config.mlp_bias)
-    full, qkv_only = (True, True, True), (True, False, False)
-    assert biases == {"llama-bias": full, "qwen2": qkv_only}.get(family, (False, False, False))
+    with_bias = {"llama-bias": (True, True, True), "qwen3-window": (True, True, False)}
+    qkv_alone = (family.startswith("qwen2"), False, False)
+    assert biases == with_bias.get(family, qkv_alone)
+    assert config.qk_norm == family.startswith("qwen3")
+    windowed = {"mistral": (6, 6), "phi3": (6, 6), "qwen2-window": (0, 6), "qwen3-window": (6, 0)}
+    assert config.windows == windowed.get(family, (0, 0))
+    assert hash(config) == hash(copy.deepcopy(config))
 
 
 def test_defaults_are_those_of_transformers() -> None:
     config = model_config_from_hf({"model_type": "llama"})
     assert config == model_config_from_hf(LlamaConfig())
     assert (config.num_kv_heads, config.norm_eps, config.rope.theta) == (32, 1e-6, 10_000.0)
-    assert model_config_from_hf({"model_type": "qwen2"}) == model_config_from_hf(Qwen2Config())
+    for given in (MistralConfig(), Phi3Config(), Qwen2Config(), Qwen3Config()):
+        assert model_config_from_hf({"model_type": given.model_type}) == model_config_from_hf(given)
     fewer = {k: v for k, v in LLAMA.items() if k != "num_key_value_heads"}
     assert model_config_from_hf(fewer).num_kv_heads == 4
 
@@ -95,7 +110,7 @@ def test_both_spellings_of_rope(spelling: dict[str, Any]) -> None:
         factor=8.0,
         low_freq_factor=1.0,
         high_freq_factor=4.0,
-        original_max_position=64,
+        original_max_position=16,
     )
     assert given == before
 
@@ -113,16 +128,44 @@ def test_rope_theta_of_old_files() -> None:
         (LLAMA | {"architectures": ["LlamaForSequenceClassification"]}, "SequenceClassification"),
         ({"model_type": "gpt2"}, "model_type 'gpt2'"),
         ({}, "model_type None"),
-        (QWEN2 | {"use_sliding_window": True, "max_window_layers": 1}, "sliding-window"),
+        ({"model_type": "gpt2"}, "LlamaForCausalLM, MistralForCausalLM, .* Qwen3ForCausalLM"),
+        (QWEN2 | {"layer_types": ["full_attention", "chunked_attention"]}, "'chunked_attention'"),
+        (QWEN2 | {"layer_types": ["full_attention", "sliding_attention"]}, "window is None"),
+        (QWEN2 | {"layer_types": ["full_attention"]}, "num_hidden_layers"),
+        (MISTRAL | {"sliding_window": 0}, "sliding_window is 0"),
+        (
+            MISTRAL | {"sliding_window": 4, "layer_types": ["full_attention", "sliding_attention"]},
+            "mistral model must all be 'sliding_attention'",
+        ),
         (LLAMA | {"hidden_act": "gelu"}, "activation 'gelu'"),
         (LLAMA | {"quantization_config": {"quant_method": "gptq"}}, "quantization_config"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rope kind 'yarn'"),
-        (LLAMA | {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope kind 'linear'"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "proportional", "rope_theta": 1e4}},
+            "rope kind 'proportional' is not supported, only default, linear",
+        ),
+        (LLAMA | {"rope_scaling": {"type": "linear"}}, "factor"),
+        (
+            LLAMA | {"rope_scaling": {"type": "linear", "factor": "big"}},
+            "factor of rope kind 'linear'.*'big'",
+        ),
+        (LLAMA | {"rope_scaling": {"type": "linear", "factor": -1.0}}, r"has -1\.0"),
+        (
+            LLAMA | {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, "beta_fast": True}},
+            "beta_fast of rope kind 'yarn'.*True",
+        ),
+        (LLAMA | {"rope_scaling": LONG_ROPE | {"long_factor": [2.0]}}, "long_factor.*4 numbers"),
+        (LLAMA | {"rope_scaling": LONG_ROPE | {"short_factor": [1, 1, 0, 1]}}, "short_factor.*0"),
+        (
+            QWEN2
+            | {"rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}}},
+            "by layer type",
+        ),
+        (PHI3 | {"rope_parameters": {"partial_rotary_factor": 0.4}}, "even number of the 8"),
         (LLAMA | {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
         (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5"),
         (LLAMA | {"num_key_value_heads": 3}, "4 query heads .* 3 key/value"),
         (LLAMA | {"head_dim": 3}, "head size 3"),
-        (LLAMA | {"num_key_value_heads": 0}, "not positive"),
+        (LLAMA | {"num_key_value_heads": 0}, "num_key_value_heads 0: sizes must be positive"),
         (LLAMA | {"hidden_size": "large"}, "not valid"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -133,9 +176,16 @@ def test_unsupported_models_are_named(given: dict[str, Any], match: str) -> None
 
 
 def test_an_unused_sliding_window_is_no_obstacle() -> None:
-    """Qwen2 files carry the setting and do not use it."""
-    model_config_from_hf(QWEN2 | {"use_sliding_window": False, "sliding_window": 4096})
-    model_config_from_hf(QWEN2 | {"use_sliding_window": True, "max_window_layers": 2})
+    """Qwen2 files carry the setting and do not use it; one of the whole context hides nothing."""
+    for given in (
+        QWEN2 | {"use_sliding_window": False, "sliding_window": 4},
+        QWEN2 | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2},
+        MISTRAL | {"sliding_window": SIZES["max_position_embeddings"]},
+        MISTRAL | {"sliding_window": None},
+    ):
+        assert model_config_from_hf(given).windows == (0, 0)
+    below = MISTRAL | {"sliding_window": SIZES["max_position_embeddings"] - 1}
+    assert model_config_from_hf(below).windows == (255, 255)
 
 
 # Weights
@@ -152,6 +202,30 @@ def test_projections_are_stacked_in_order(folder: Path) -> None:
     assert torch.equal(layer.down_DF, stored["model.layers.1.mlp.down_proj.weight"])
     assert torch.equal(params.head_VD, stored["lm_head.weight"])
     assert layer.qkv_bias_O is None
+
+
+def test_fused_projections_are_taken_whole(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "phi3")
+    params, _ = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    layer = params.layers[1]
+    assert torch.equal(layer.qkv_OD, stored["model.layers.1.self_attn.qkv_proj.weight"])
+    assert torch.equal(layer.gate_up_OD, stored["model.layers.1.mlp.gate_up_proj.weight"])
+    edit_tensors(tmp_path, lambda t: t.pop("model.layers.1.self_attn.qkv_proj.weight"))
+    with pytest.raises(CheckpointError, match=r"layers\.1\.self_attn\.qkv_proj\.weight \(64, 32\)"):
+        load(tmp_path)
+
+
+def test_head_norms_are_read(tmp_path: Path) -> None:
+    save_checkpoint(tmp_path, "qwen3")
+    params, _ = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    for head, norm in enumerate(params.layers[1].qk_norm_NH):
+        role = "q" if head < 4 else "k"
+        assert torch.equal(norm, stored[f"model.layers.1.self_attn.{role}_norm.weight"])
+    edit_tensors(tmp_path, lambda t: t.pop("model.layers.0.self_attn.k_norm.weight"))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.k_norm\.weight \(16,\)"):
+        load(tmp_path)
 
 
 def tensors_of(params: Params) -> list[Tensor]:

@@ -5,7 +5,7 @@ T token rows, R request rows, M blocks of the longest row, V vocabulary, r rank.
 
 import shutil
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -30,6 +30,7 @@ from purestep.models.decoder import (
     forward,
     logits,
 )
+from purestep.models.rope import rope_for_context
 from purestep.state.batch import Batch, LoraBatch
 from tests.models.peft_fixtures import wrap
 from tests.models.tiny import FAMILIES, save_checkpoint
@@ -60,12 +61,15 @@ def load(family: str = "llama", dtype: torch.dtype = torch.float32) -> Loaded:
     with TemporaryDirectory() as folder:
         oracle = save_checkpoint(Path(folder), family)
         config, params, _ = load_checkpoint(folder, dtype=dtype)
+    config = replace(config, rope=rope_for_context(config.rope, config.max_position))
     return Loaded(config=config, params=params, oracle=oracle.to(dtype))
 
 
 @torch.inference_mode()
 def expected(model: Any, ids: Sequence[int]) -> Tensor:
-    return model(input_ids=torch.tensor([list(ids)])).logits[0].float()
+    """Padded to 40 tokens, as the lengths of calls decide on the factors of longrope."""
+    padded = [*ids, *[0] * (40 - len(ids))]
+    return model(input_ids=torch.tensor([padded])).logits[0, : len(ids)].float()
 
 
 @cache
@@ -341,19 +345,16 @@ def walk() -> Iterator[tuple[tuple[tuple[int, str | None], ...], int]]:
         yield tuple((n, None) for n, _ in rows) if k % 3 == 0 else tuple(rows), T
 
 
-@pytest.mark.parametrize(
-    "backend",
-    [
-        "aot_eager",
-        pytest.param(
-            "inductor",
-            marks=[
-                pytest.mark.slow,
-                pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"),
-            ],
-        ),
+INDUCTOR = pytest.param(
+    "inductor",
+    marks=[
+        pytest.mark.slow,
+        pytest.mark.skipif(not HAS_COMPILER, reason="needs a C++ compiler"),
     ],
 )
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", INDUCTOR])
 def test_two_graphs_serve_every_batch(monkeypatch: pytest.MonkeyPatch, backend: str) -> None:
     """One without adapters and one with; token and row counts, table widths and pools vary."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
@@ -367,6 +368,24 @@ def test_two_graphs_serve_every_batch(monkeypatch: pytest.MonkeyPatch, backend: 
         got, want = torch.cat(compiled.step(counts)), torch.cat(eager.step(counts))
         torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
     assert counters["stats"]["unique_graphs"] == 2
+
+
+@pytest.mark.parametrize("backend", ["eager", INDUCTOR])
+@pytest.mark.parametrize(("family", "num_graphs"), [("mistral", 1), ("qwen3-window", 2)])
+def test_each_window_has_one_graph(
+    monkeypatch: pytest.MonkeyPatch, backend: str, family: str, num_graphs: int
+) -> None:
+    """Not one for each layer, and no more for batches and pools of other sizes."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    layer_fn = compile_layer()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    for lengths in ((2,), (1,), (9, 4, 20), (1, 1, 1), (17,), (33,)):
+        compiled = world(lengths, family, layer_fn=layer_fn)
+        want = torch.cat(world(lengths, family).step(lengths))
+        got = torch.cat(compiled.step(lengths))
+        torch.testing.assert_close(got, want, rtol=1e-5, atol=1e-5)
+    assert counters["stats"]["unique_graphs"] == num_graphs
 
 
 def test_compiled_models_share_no_graph_limit(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 Deterministic, and the caller's random state is left as it was.
 """
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,15 @@ import torch
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
 )
 
 SIZES: dict[str, Any] = {
@@ -27,29 +34,67 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
 }
 
+# Prompts of tests are longer than these 16 tokens, and than the windows.
 LLAMA3_ROPE: dict[str, Any] = {
     "rope_type": "llama3",
     "rope_theta": 10_000.0,
     "factor": 8.0,
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 64,
+    "original_max_position_embeddings": 16,
+}
+YARN_ROPE: dict[str, Any] = {
+    "rope_type": "yarn",
+    "rope_theta": 10_000.0,
+    "factor": 16.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 16,
+}
+LONG_ROPE: dict[str, Any] = {
+    "rope_type": "longrope",
+    "rope_theta": 10_000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.5, 3.0, 9.0, 20.0],
 }
 
+LLAMA = (LlamaForCausalLM, LlamaConfig)
+MISTRAL = (MistralForCausalLM, MistralConfig)
+PHI3 = (Phi3ForCausalLM, Phi3Config)
+QWEN2 = (Qwen2ForCausalLM, Qwen2Config)
+QWEN3 = (Qwen3ForCausalLM, Qwen3Config)
+HALF_WINDOWED = {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1}
+REVERSED = {"use_sliding_window": True, "sliding_window": 6,
+            "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+PAD = {"pad_token_id": 0}  # Phi-3's own lies outside this vocabulary
+SHORT = {**PAD, "original_max_position_embeddings": 256}
+LONG = {**PAD, "original_max_position_embeddings": 16}
+
 FAMILIES: dict[str, tuple[type[PreTrainedModel], type, dict[str, Any]]] = {
-    "llama": (LlamaForCausalLM, LlamaConfig, {}),
-    "llama-tied": (LlamaForCausalLM, LlamaConfig, {"tie_word_embeddings": True}),
-    "llama-rope3": (LlamaForCausalLM, LlamaConfig, {"rope_parameters": LLAMA3_ROPE}),
-    "llama-head12": (LlamaForCausalLM, LlamaConfig, {"head_dim": 12}),
-    "llama-bias": (LlamaForCausalLM, LlamaConfig, {"attention_bias": True, "mlp_bias": True}),
-    "qwen2": (Qwen2ForCausalLM, Qwen2Config, {}),
+    "llama": (*LLAMA, {}),
+    "llama-tied": (*LLAMA, {"tie_word_embeddings": True}),
+    "llama-rope3": (*LLAMA, {"rope_parameters": LLAMA3_ROPE}),
+    "llama-linear": (*LLAMA, {"rope_parameters": {"rope_type": "linear", "factor": 16.0}}),
+    "llama-dynamic": (*LLAMA, {"rope_parameters": {"rope_type": "dynamic", "factor": 4.0}}),
+    "llama-yarn": (*LLAMA, {"rope_parameters": YARN_ROPE}),
+    "llama-head12": (*LLAMA, {"head_dim": 12}),
+    "llama-bias": (*LLAMA, {"attention_bias": True, "mlp_bias": True}),
+    "mistral": (*MISTRAL, {"sliding_window": 6}),
+    "mistral-full": (*MISTRAL, {"sliding_window": None}),
+    "qwen2": (*QWEN2, {}),
+    "qwen2-window": (*QWEN2, HALF_WINDOWED),
+    "qwen3": (*QWEN3, {"head_dim": 16}),
+    "qwen3-window": (*QWEN3, {"head_dim": 8, "attention_bias": True, **REVERSED}),
+    "phi3": (*PHI3, {"sliding_window": 6, **PAD}),
+    "phi3-short": (*PHI3, {"rope_parameters": {**LONG_ROPE, "factor": 4.0}, **SHORT}),
+    "phi3-long": (*PHI3, {"rope_parameters": LONG_ROPE, **LONG}),
+    "phi3-partial": (*PHI3, {"rope_parameters": {"partial_rotary_factor": 0.5}, **PAD}),
 }
 
 
 def make_model(family: str = "llama", seed: int = 0, **overrides: Any) -> PreTrainedModel:
     """A random fp32 model in eval mode; biases and norms are random too, and not near zero."""
     model_class, config_class, extra = FAMILIES[family]
-    config = config_class(**{**SIZES, **extra, **overrides})
+    config = config_class(**copy.deepcopy({**SIZES, **extra, **overrides}))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = model_class(config)

@@ -33,6 +33,8 @@ MODEL = ModelConfig(
     qkv_bias=False,
     out_bias=False,
     mlp_bias=False,
+    qk_norm=False,
+    windows=(0,),
 )
 
 DEFAULTS: dict[str, Any] = {
