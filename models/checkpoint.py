@@ -4,7 +4,8 @@ O output width of a fused linear, D its input width.
 """
 
 import json
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,44 @@ def stop_ids(path: str | Path) -> tuple[int, ...]:
         if found is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()
+
+
+def generation_defaults(path: str | Path) -> dict[str, Any]:
+    """How generation_config.json wants tokens to be drawn, in the names of SamplingParams.
+
+    As transformers reads it: greedy ({"temperature": 0.0}) unless do_sample is true; then what is
+    absent or null is temperature 1.0, top_k 50, top_p 1.0. The keys are temperature, and of top_k,
+    top_p, min_p and repetition_penalty those that change something. A temperature of 0 is greedy,
+    too. Without the file, {}.
+
+    Raises CheckpointError naming file, field and value.
+    """
+    file = Path(path) / "generation_config.json"
+    if not file.exists():
+        return {}
+    given = _read_json(file)
+    sampled = given.get("do_sample") or False
+    if not isinstance(sampled, bool):
+        raise CheckpointError(f"{file}: do_sample={sampled!r} must be true or false")
+
+    def read(name: str, default: float, holds: Callable[[Any], bool], rule: str) -> Any:
+        value = given.get(name)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not holds(value):
+            raise CheckpointError(f"{file}: {name}={value!r} must be {rule}")
+        return value
+
+    warmth = read("temperature", 1.0, lambda v: 0 <= v < math.inf, "finite and at least 0")
+    top_k = read("top_k", 50, lambda v: isinstance(v, int) and v >= 0, "an integer, at least 0")
+    top_p = read("top_p", 1.0, lambda v: 0 < v <= 1, "above 0 and at most 1")
+    min_p = read("min_p", 0.0, lambda v: 0 <= v <= 1, "between 0 and 1")
+    penalty = read("repetition_penalty", 1.0, lambda v: 0 < v < math.inf, "finite and above 0")
+    settings: dict[str, Any] = {"temperature": float(warmth) if sampled else 0.0}
+    if settings["temperature"] > 0:
+        settings |= {"top_k": top_k} if top_k else {}
+        settings |= {"top_p": float(top_p)} if top_p < 1 else {}
+        settings |= {"min_p": float(min_p)} if min_p > 0 else {}
+    return settings | ({"repetition_penalty": float(penalty)} if penalty != 1 else {})
 
 
 def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:

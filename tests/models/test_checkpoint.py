@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
+    GenerationConfig,
     LlamaConfig,
     MistralConfig,
     Phi3Config,
@@ -18,7 +20,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from purestep.models.checkpoint import load_checkpoint, stop_ids
+from purestep.models.checkpoint import generation_defaults, load_checkpoint, stop_ids
 from purestep.models.config import RopeConfig
 from purestep.models.decoder import Params
 from purestep.models.families import model_config_from_hf
@@ -383,7 +385,7 @@ def test_wrong_configs_are_named(folder: Path, content: str | None) -> None:
         load(folder)
 
 
-# Stop ids
+# Generation settings
 
 
 @pytest.mark.parametrize(
@@ -402,3 +404,75 @@ def test_stop_ids(tmp_path: Path, generation: Any, config: Any, want: tuple[int,
         (tmp_path / "generation_config.json").write_text(json.dumps(generation))
     (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": config}))
     assert stop_ids(tmp_path) == want
+
+
+def write_generation(folder: Path, **fields: Any) -> Path:
+    (folder / "generation_config.json").write_text(json.dumps(fields))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("given", "want"),
+    [
+        ({}, {"temperature": 0.0}),
+        ({"do_sample": False, "temperature": 0.6, "top_p": 0.9}, {"temperature": 0.0}),
+        (
+            {"do_sample": None, "repetition_penalty": 1.1, "eos_token_id": 7},
+            {"temperature": 0.0, "repetition_penalty": 1.1},
+        ),
+        ({"do_sample": True}, {"temperature": 1.0, "top_k": 50}),
+        ({"do_sample": True, "top_k": None, "top_p": None}, {"temperature": 1.0, "top_k": 50}),
+        ({"do_sample": True, "top_k": 0, "min_p": 0.0}, {"temperature": 1.0}),
+        (
+            {"do_sample": True, "temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05,
+             "repetition_penalty": 1.05},
+            {"temperature": 0.7, "top_k": 20, "top_p": 0.8, "min_p": 0.05,
+             "repetition_penalty": 1.05},
+        ),
+        (
+            {"do_sample": True, "temperature": 2, "top_p": 1, "repetition_penalty": 1},
+            {"temperature": 2.0, "top_k": 50},
+        ),
+        ({"do_sample": True, "temperature": 0.0, "top_p": 0.8}, {"temperature": 0.0}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_generation_defaults(tmp_path: Path, given: Any, want: dict[str, Any]) -> None:
+    assert generation_defaults(write_generation(tmp_path, **given)) == want
+
+
+def test_generation_defaults_of_transformers(tmp_path: Path) -> None:
+    """What transformers itself fills in, and what it writes into a file."""
+    assert generation_defaults(tmp_path) == {}
+    ours = generation_defaults(write_generation(tmp_path, do_sample=True))
+    theirs = GenerationConfig._get_default_generation_params()
+    assert ours == {name: theirs[name] for name in ("temperature", "top_k")}
+    assert (theirs["top_p"], theirs["repetition_penalty"], theirs.get("min_p")) == (1.0, 1.0, None)
+    assert theirs["do_sample"] is False
+    GenerationConfig(do_sample=True, temperature=0.6, top_p=0.9).save_pretrained(tmp_path)
+    assert generation_defaults(tmp_path) == {"temperature": 0.6, "top_k": 50, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("do_sample", "yes"),
+        ("temperature", -0.5),
+        ("temperature", "hot"),
+        ("temperature", float("inf")),
+        ("temperature", float("nan")),
+        ("top_k", -1),
+        ("top_k", 3.5),
+        ("top_k", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("min_p", -0.1),
+        ("min_p", [0.1]),
+        ("repetition_penalty", 0.0),
+    ],
+)
+def test_broken_generation_settings_are_named(tmp_path: Path, field: str, value: Any) -> None:
+    folder = write_generation(tmp_path, **{"do_sample": True, field: value})
+    match = rf"generation_config\.json: {field}={re.escape(repr(value))} must be"
+    with pytest.raises(CheckpointError, match=match):
+        generation_defaults(folder)
