@@ -13,8 +13,8 @@ from peft.tuners.lora import LoraLayer
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
-from purestep.models.checkpoint import model_config_from_hf
 from purestep.models.config import ModelConfig
+from purestep.models.families import model_config_from_hf
 from tests.models.tiny import make_model
 
 

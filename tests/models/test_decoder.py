@@ -312,7 +312,7 @@ def test_other_rows_change_no_bit(kept: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "phi3-long"])
 def test_half_precision_is_as_good_as_transformers(family: str, dtype: torch.dtype) -> None:
     """LK-07: the error against float32 is at most twice that of transformers in this dtype."""
     it = world((30, 17), family, model=load(family, dtype))
