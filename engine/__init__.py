@@ -26,7 +26,15 @@ from purestep.engine.step import recover, step
 from purestep.state.canonical import digest
 from purestep.state.engine import DeviceState, EngineState, HostState, progress
 from purestep.state.plan import BatchDescriptor, Outputs, StepPlan, StepResult
-from purestep.state.request import Completion, FinishReason, Request, SamplingParams
+from purestep.state.request import (
+    Completion,
+    FinishReason,
+    Request,
+    for_adapters,
+    logprob_dicts,
+    prompt_logprob_dicts,
+)
+from purestep.state.sampling import SamplingParams
 
 __all__ = [
     "AdapterFailed",
@@ -54,16 +62,19 @@ __all__ = [
     "digest",
     "execute",
     "fcfs",
+    "for_adapters",
     "fork",
     "generate",
     "init",
     "load_adapter",
     "load_adapter_tensors",
     "load_program",
+    "logprob_dicts",
     "make_program",
     "pin_adapter",
     "prepare",
     "progress",
+    "prompt_logprob_dicts",
     "recover",
     "register_adapter",
     "restore",

@@ -165,10 +165,10 @@ def _fail_waiting(config: Config, host: HostState, event: AdapterFailed) -> Host
         key=lambda record: record.arrival,
     )
     ended = tuple(ended_request(config, r, FinishReason.ERROR, event.error) for r in failed)
-    gone = {c.id for c in ended}
+    gone = {c.key for c in ended}
     with host.requests.mutate() as requests:
-        for request_id in gone:
-            del requests[request_id]
+        for key in gone:
+            del requests[key]
         records = requests.finish()
     return replace(
         host,

@@ -95,10 +95,13 @@ def _num_tokens(record: RequestState) -> int:
 
 
 def _prefix_hits(config: Config, record: RequestState, draft: BlockDraft) -> list[int]:
-    """Cached blocks of the longest prefix, never with the last token: its logits are needed."""
+    """Cached blocks of the longest prefix, never with the last token: its logits are needed. Nor
+    with positions whose scores or hidden states the caller is still to get."""
     if not config.prefix_caching:
         return []
-    return draft.lookup(record.digests[: (_num_tokens(record) - 1) // config.block_size])
+    most, told = _num_tokens(record) - 1, record.num_told
+    usable = most if told is None else min(most, told)
+    return draft.lookup(record.digests[: usable // config.block_size])
 
 
 def _start_row(
@@ -117,7 +120,7 @@ def _start_row(
     out.rows.append((row, count))
     if record.num_cached < 0:
         record = replace(record, num_cached=computed)
-    out.records[record.request.id] = record
+    out.records[record.key] = record
     out.num_hit_tokens += computed
     return count
 

@@ -3,26 +3,24 @@
 R running rows, S sampled rows of the plan, B block size.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 
 from purestep.engine.config import Config
+from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
     HostState,
     Rows,
-    completed_record,
-    completion,
     take_rows,
     unsealed,
 )
 from purestep.state.errors import StepError
 from purestep.state.hashing import block_digest
 from purestep.state.plan import Outputs, StepPlan, StepResult
-from purestep.state.request import Completion, FinishReason, RequestState, frozen
-from purestep.state.text import decode, find_stop
+from purestep.state.request import FinishReason, RequestState, frozen
 
 
 def commit(
@@ -34,32 +32,38 @@ def commit(
     is the oldest one in flight and `result` has an entry for each of its sampled rows.
     """
     _check_matches(host, plan, result)
-    row_of = {request_id: row for row, request_id in enumerate(host.rows.ids)}
+    row_of = {key: row for row, key in enumerate(host.rows.ids)}
     sampled = np.flatnonzero(plan.sampled_R).tolist()
     pairs = [
         (s, row_of[plan.row_ids[r]]) for s, r in enumerate(sampled) if plan.row_ids[r] in row_of
     ]
-    news_S = np.array([s for s, _ in pairs], np.intp)
+    place_S = np.array([s for s, _ in pairs], np.intp)
     at_S = np.array([row for _, row in pairs], np.intp)
-    token_S, logprob_S = result.token_S[news_S], result.logprob_S[news_S]
-    finite_S = np.isfinite(logprob_S)
+    token_S, logprob_S = result.token_S[place_S], result.logprob_S[place_S]
+    wrong = {s for s, _ in result.errors}
+    good_S = np.isfinite(logprob_S) & ~np.isin(place_S, list(wrong))
 
-    rows = _append_tokens(host.rows, at_S[finite_S], token_S[finite_S], logprob_S[finite_S])
-    changed = _sealed_records(config, host, rows, at_S[finite_S])
-    ends = _find_ends(config, host, rows, changed, at_S, token_S, finite_S)
+    rows = _append_tokens(host.rows, at_S[good_S], token_S[good_S], logprob_S[good_S])
+    changed = _sealed_records(config, host, rows, at_S[good_S])
+    drew = dict(zip(place_S[good_S].tolist(), at_S[good_S].tolist(), strict=True))
+    _collect(host, plan, result, drew, changed)
+    ends = failed_rows(result, place_S[~good_S].tolist(), at_S[~good_S].tolist())
+    ends |= sampled_ends(config, host, rows, changed, at_S[good_S], token_S[good_S])
+    ends |= _scored_ends(plan, rows, row_of)
+    texts = new_texts(config, host, rows, changed, at_S[good_S], ends)
     finished = tuple(
-        _finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
+        finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
     after = _without(host, rows, changed, list(ends))
     after = replace(after, in_flight=host.in_flight[1:])
-    told = at_S[finite_S].tolist()
     outputs = Outputs(
         step=plan.step,
-        ids=tuple(rows.ids[row] for row in told),
-        tokens_S=frozen(token_S[finite_S]),
-        logprobs_S=frozen(logprob_S[finite_S], np.float32),
+        ids=tuple(rows.ids[row] for row in at_S[good_S].tolist()),
+        tokens_S=frozen(token_S[good_S]),
+        logprobs_S=frozen(logprob_S[good_S], np.float32),
         finished=(*plan.ended, *finished),
+        texts=texts,
         loads=plan.loads,
         waiting_for=_waiting_for(after),
         num_tokens=len(plan.tokens_T),
@@ -75,12 +79,17 @@ def _check_matches(host: HostState, plan: StepPlan, result: StepResult) -> None:
     flying = [p.step for p in host.in_flight]
     if not flying or flying[0] != plan.step:
         raise StepError(f"commit: plan of step {plan.step} is not the oldest in flight: {flying}")
-    want = int(plan.sampled_R.sum())
-    if len(result.token_S) != want or len(result.logprob_S) != want:
-        raise StepError(
-            f"commit: step {plan.step} sampled {want} rows, the result has {len(result.token_S)} "
-            f"tokens and {len(result.logprob_S)} logprobs"
-        )
+    sampled = int(plan.sampled_R.sum())
+    want = {
+        "token_S": sampled,
+        "logprob_S": sampled,
+        "tops": int(np.count_nonzero(plan.sampling.num_tops_S >= 0)),
+        "scored": len(plan.scored),
+        "hidden": len(plan.hidden),
+    }
+    found = {name: len(getattr(result, name)) for name in want}
+    if found != want:
+        raise StepError(f"commit: step {plan.step} wants {want}, the result has {found}")
 
 
 def _append_tokens(
@@ -110,8 +119,12 @@ def _sealed_records(
         tokens, logprobs = unsealed(rows, row, record)
         digests = record.generated_digests
         if config.prefix_caching:
-            parent = (digests or record.prompt_digests or (record.root,))[-1]
-            digests = (*digests, block_digest(parent, rows.tail_RB[row]))
+            known = record.digests
+            parent = known[-1] if known else record.root
+            extra = (
+                record.block_extras[len(known)] if len(known) < len(record.block_extras) else b""
+            )
+            digests = (*digests, block_digest(parent, rows.tail_RB[row], extra))
         changed[rows.ids[row]] = replace(
             record,
             generated=frozen(np.concatenate([record.generated, tokens])),
@@ -121,74 +134,42 @@ def _sealed_records(
     return changed
 
 
-@dataclass(slots=True)
-class _End:
-    reason: FinishReason
-    stop: str | int | None = None
-    text: bytes | None = None  # cut before the stop string
-    error: str | None = None
-
-
-def _find_ends(
-    config: Config,
+def _collect(
     host: HostState,
-    rows: Rows,
+    plan: StepPlan,
+    result: StepResult,
+    row_at: dict[int, int],
     changed: dict[str, RequestState],
-    at_S: np.ndarray,
-    token_S: np.ndarray,
-    finite_S: np.ndarray,
-) -> dict[int, _End]:
-    """Which rows end with this token, and how. A stop wins over a limit reached at the same time.
+) -> None:
+    """Add to `changed` what the step found out for the few rows that asked for more than a token.
 
-    Rows with a stop string get their text extended in `changed`.
+    `row_at` maps the places of the sampled rows that drew a token to running rows.
     """
-    ends = {}
-    full_S = rows.num_tokens_R[at_S] >= rows.limit_R[at_S]
-    eos_S = rows.heeds_eos_R[at_S] & np.isin(token_S, config.stop_ids)
-    for s in np.flatnonzero(~finite_S | full_S | eos_S | rows.watched_R[at_S]).tolist():
-        row, token = int(at_S[s]), int(token_S[s])
-        if not finite_S[s]:
-            error = "the model's logits are not finite (NaN or infinite weights or activations)"
-            ends[row] = _End(FinishReason.ERROR, error=error)
-            continue
-        own = (
-            _own_stop(config, host, rows.ids[row], changed, token) if rows.watched_R[row] else None
-        )
-        if own is not None:
-            ends[row] = own
-        elif eos_S[s]:
-            ends[row] = _End(FinishReason.STOP, stop=token)
-        elif full_S[s]:
-            ends[row] = _End(FinishReason.LENGTH)
-    return ends
+    asked = np.flatnonzero(plan.sampling.num_tops_S >= 0).tolist()
+    for s, tops in zip(asked, result.tops, strict=True):
+        if s in row_at:
+            key = host.rows.ids[row_at[s]]
+            record = changed.get(key) or host.requests[key]
+            changed[key] = replace(record, tops=(*record.tops, tops))
+    for probe, scores in zip(plan.scored, result.scored, strict=True):
+        key = plan.row_ids[probe.row]
+        if key in host.rows.ids:
+            record = changed.get(key) or host.requests[key]
+            changed[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
+    for probe, states in zip(plan.hidden, result.hidden, strict=True):
+        key = plan.row_ids[probe.row]
+        if key in host.rows.ids:
+            record = changed.get(key) or host.requests[key]
+            changed[key] = replace(record, hidden=(*record.hidden, states))
 
 
-def _own_stop(
-    config: Config, host: HostState, request_id: str, changed: dict[str, RequestState], token: int
-) -> _End | None:
-    """Whether the request's own stop strings or ids end it with this token."""
-    record = changed.get(request_id) or host.requests[request_id]
-    sampling = record.request.sampling
-    if record.text is not None:
-        text = record.text + config.tokens.join(np.array([token]))
-        found = find_stop(text, len(record.text), sampling.stop)
-        if found is not None:
-            return _End(FinishReason.STOP, stop=found[1], text=text[: found[0]])
-        changed[request_id] = replace(record, text=text)
-    if token in sampling.stop_ids:
-        return _End(FinishReason.STOP, stop=token)
-    return None
-
-
-def _finish(config: Config, rows: Rows, row: int, record: RequestState, end: _End) -> Completion:
-    record = completed_record(rows, row, record)
-    text = None
-    if end.text is not None:
-        text = decode(end.text)
-    elif config.tokens is not None:
-        ended_by_id = isinstance(end.stop, int)
-        text = config.tokens.text(record.generated[:-1] if ended_by_id else record.generated)
-    return completion(record, text=text, finish_reason=end.reason, stop=end.stop, error=end.error)
+def _scored_ends(plan: StepPlan, rows: Rows, row_of: dict[str, int]) -> dict[int, End]:
+    """The ends of rows that generate nothing and have computed their whole prompt."""
+    ran = [row_of[key] for key in plan.row_ids if key in row_of]
+    full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (
+        rows.num_computed_R[ran] == rows.num_tokens_R[ran]
+    )
+    return {row: End(FinishReason.LENGTH) for row, full in zip(ran, full_R, strict=True) if full}
 
 
 def _without(

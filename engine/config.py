@@ -33,6 +33,7 @@ class Config:
     seed: int  # for requests that bring none
     stop_ids: tuple[int, ...]  # the model's own end tokens
     tokens: TokenTable | None
+    processors: tuple[str, ...] = ()  # names of the program's logits processors
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
 
     @property
@@ -88,7 +89,8 @@ def initial_host(config: Config) -> HostState:
 
 
 def row_limit(config: Config, record: RequestState) -> int:
-    """The number of tokens at which a request ends with reason length."""
+    """The number of tokens at which a request ends with reason length; all of the prompt's where
+    it is only scored."""
     most = len(record.request.tokens) + record.request.sampling.max_tokens
     return min(most, config.max_context)
 

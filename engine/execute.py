@@ -3,7 +3,7 @@
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,13 +19,14 @@ from purestep.engine.pool import (
     upload_adapter_,
 )
 from purestep.engine.program import Program
+from purestep.engine.sampling import sampled, score_rows
 from purestep.models.decoder import forward, logits
-from purestep.ops.sample import sample
 from purestep.state.adapters import Residence
 from purestep.state.batch import Batch, LoraBatch
 from purestep.state.engine import DeviceState
-from purestep.state.plan import StepPlan, StepResult
+from purestep.state.plan import ScoredRow, StepPlan, StepResult
 from purestep.state.request import frozen
+from purestep.state.scores import Scores
 
 
 def execute(
@@ -38,7 +39,7 @@ def execute(
     """
     pool = claim(device)
     if not plan.row_ids and not plan.copies:
-        return device, _empty_result()
+        return device, StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
     try:
         result = _run(program, pool, plan, blobs)
     except BaseException:
@@ -54,29 +55,91 @@ def _run(program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any])
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
         copy_blocks_(pool, pool, [source], [target])
     if not plan.row_ids:
-        return _empty_result()
+        return StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
     with torch.inference_mode():
         batch = pack(program.config, plan)
+        seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
         hidden_TD = forward(
-            program.params, pool.layers, pool.kv, batch, program.config.model, program.layer
+            program.params,
+            pool.layers,
+            pool.kv,
+            batch,
+            program.config.model,
+            program.layer,
+            embeds=_embeds(program.config, plan, blobs),
+            observe=_observer(program.config, plan, seen) if plan.hidden else None,
         )
-        if not plan.sampled_R.any():
-            return _empty_result()
-        return _draw(logits(program.params, hidden_TD, batch.logits_index_S), plan)
+        return StepResult(
+            **_sampled(program, plan, batch, hidden_TD),
+            scored=tuple(_scored(program, plan, row, hidden_TD) for row in plan.scored),
+            hidden=_hidden_arrays(program.config, plan, seen),
+        )
 
 
-def _draw(logits_SV: torch.Tensor, plan: StepPlan) -> StepResult:
-    rows = plan.sampling
-    columns = (rows.temperature_S, rows.top_k_S, rows.top_p_S, rows.stream_S.view(np.int64))
-    tensors = [torch.from_numpy(c.copy()).to(logits_SV.device) for c in (*columns, rows.position_S)]
-    token_S, logprob_S = sample(logits_SV, *tensors)
-    return StepResult(
-        token_S=frozen(token_S.cpu().numpy()), logprob_S=frozen(logprob_S.cpu().numpy(), np.float32)
-    )
+def _sampled(
+    program: Program, plan: StepPlan, batch: Batch, hidden_TD: torch.Tensor
+) -> dict[str, Any]:
+    if not plan.sampled_R.any():
+        return {"token_S": frozen(()), "logprob_S": frozen((), np.float32)}
+    raw_SV = logits(program.params, hidden_TD, batch.logits_index_S)
+    return sampled(raw_SV, plan.sampling, program.processors)
 
 
-def _empty_result() -> StepResult:
-    return StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
+def _scored(program: Program, plan: StepPlan, row: ScoredRow, hidden_TD: torch.Tensor) -> Scores:
+    first = int(plan.count_R[: row.row].sum()) + row.first
+
+    def head(start: int, end: int) -> torch.Tensor:
+        index_C = torch.arange(first + start, first + end, device=hidden_TD.device)
+        return logits(program.params, hidden_TD, index_C)
+
+    return score_rows(head, row.target_N, row.num_tops)
+
+
+def _observer(
+    config: Config, plan: StepPlan, seen: list[list[torch.Tensor]]
+) -> Callable[[int, torch.Tensor], None]:
+    """Copies what `plan.hidden` asks for out of each layer, in ascending order of layers."""
+    first_R = np.cumsum(plan.count_R) - plan.count_R
+    windows = [
+        (int(first_R[h.row]) + h.first, int(first_R[h.row] + plan.count_R[h.row]))
+        for h in plan.hidden
+    ]
+
+    def observe(layer: int, h_TD: torch.Tensor) -> None:
+        for row, (start, end), kept in zip(plan.hidden, windows, seen, strict=True):
+            if layer in _layer_numbers(config, row.layers):
+                kept.append(h_TD[start:end].float().cpu().clone())
+
+    return observe
+
+
+def _layer_numbers(config: Config, layers: tuple[int, ...]) -> list[int]:
+    """Layers as asked for, counted from 0."""
+    return [layer % (config.model.num_layers + 1) for layer in layers]
+
+
+def _hidden_arrays(
+    config: Config, plan: StepPlan, seen: list[list[torch.Tensor]]
+) -> tuple[np.ndarray, ...]:
+    """What was observed, in the order in which each row asked for layers."""
+    arrays = []
+    for row, kept in zip(plan.hidden, seen, strict=True):
+        numbers = _layer_numbers(config, row.layers)
+        by_layer = dict(zip(sorted(set(numbers)), kept, strict=True))
+        arrays.append(frozen([by_layer[n].numpy() for n in numbers], np.float32))
+    return tuple(arrays)
+
+
+def _embeds(
+    config: Config, plan: StepPlan, blobs: Mapping[str, Any]
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """(index_E, rows_ED): which token rows enter as embeddings, and those."""
+    if not plan.embedded:
+        return None
+    index_E = np.concatenate([span.index_E for span in plan.embedded])
+    rows = [blobs[s.blob][s.first_row : s.first_row + len(s.index_E)] for s in plan.embedded]
+    device = config.device
+    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows).to(device)
 
 
 def pack(config: Config, plan: StepPlan) -> Batch:
@@ -96,7 +159,8 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     ints = {"dtype": torch.int32, "device": config.device}
     longs = {"dtype": torch.int64, "device": config.device}
     return Batch(
-        token_T=torch.tensor(_padded(plan.tokens_T, T, 0), **longs),
+        # An embedding's place holds -1; any valid id will do there.
+        token_T=torch.tensor(_padded(plan.tokens_T.clip(min=0), T, 0), **longs),
         position_T=torch.tensor(_padded(position_T, T, 0), **longs),
         kv_index_T=torch.tensor(_padded(kv_index_T, T, -1), **longs),
         query_start_R1=torch.tensor(query_start_R1, **ints),

@@ -47,7 +47,7 @@ def generate(
     bar = tqdm(total=total, disable=not progress, unit="request", smoothing=0.1)
     with Loader(program.config) as loader, closing(bar):
         for completion in _drive(program, state, iter(requests), loader, window, on_step):
-            bar.update()
+            bar.update(completion.index == 0)  # the first of a request's samples
             yield completion
 
 
@@ -87,6 +87,7 @@ def refused(request: Request, error: RequestError) -> Completion:
     """The completion of a request that never ran."""
     return Completion(
         id=request.id,
+        key=request.id,
         adapter=request.adapter,
         tokens=frozen(()),
         logprobs=frozen((), np.float32),

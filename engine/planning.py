@@ -4,9 +4,10 @@ import numpy as np
 from immutables import Map
 
 from purestep.engine.config import Config, describe
+from purestep.engine.extras import edits_of, embedded_spans, probes
 from purestep.state.adapters import AdapterLedger, Residence
-from purestep.state.engine import HostState, Rows, all_tokens, take_rows
-from purestep.state.plan import Overwrites, SamplingRows, StepPlan
+from purestep.state.engine import HostState, Rows, all_tokens, completed_record, take_rows
+from purestep.state.plan import LogitEdits, Overwrites, SamplingRows, StepPlan
 from purestep.state.request import RequestState, frozen
 
 
@@ -26,7 +27,9 @@ def make_plan(
     residents = _residents(active, adapters)
     slot_of = {place.version: place.slot for place in residents}
     uploads = tuple(p for p in residents if host.adapters.resident.get(p.version) is not p)
-    sampled_R = active.num_computed_R + count_R == active.num_tokens_R
+    done_R = active.num_computed_R + count_R == active.num_tokens_R
+    sampled_R = done_R & (active.num_tokens_R < active.limit_R)  # else it is only scored
+    scored, hidden = probes(active, count_R, requests)
     return StepPlan(
         step=host.step,
         descriptor=describe(config, int(count_R.sum()), len(active.ids), len(residents)),
@@ -45,12 +48,31 @@ def make_plan(
             temperature_S=frozen(active.temperature_R[sampled_R], np.float32),
             top_k_S=frozen(active.top_k_R[sampled_R]),
             top_p_S=frozen(active.top_p_R[sampled_R], np.float64),
+            min_p_S=frozen(active.min_p_R[sampled_R], np.float32),
             stream_S=frozen(active.stream_R[sampled_R], np.uint64),
             position_S=frozen(active.num_tokens_R[sampled_R]),
+            num_tops_S=frozen(active.num_tops_R[sampled_R]),
+            edits=_all_edits(config, active, sampled_R, requests),
         ),
+        scored=scored,
+        hidden=hidden,
+        embedded=embedded_spans(active, count_R, requests),
         ended=(),
         loads=(),
     )
+
+
+def _all_edits(
+    config: Config, rows: Rows, sampled_R: np.ndarray, requests: Map[str, RequestState]
+) -> tuple[LogitEdits, ...]:
+    """The edits of the sampled rows that have any: most batches have none and pay nothing."""
+    place_R = np.cumsum(sampled_R) - 1
+    edits = []
+    for row in np.flatnonzero(sampled_R & rows.edited_R).tolist():
+        record = completed_record(rows, row, requests[rows.ids[row]])
+        if (found := edits_of(config, record, int(place_R[row]))) is not None:
+            edits.append(found)
+    return tuple(edits)
 
 
 def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from purestep.state.errors import ConfigError, RequestError
-from purestep.state.request import Request, SamplingParams
+from purestep.state.request import Request
+from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
 
 if TYPE_CHECKING:
@@ -22,13 +23,17 @@ def prepare(
     id: str,
     adapter: str | None = None,
     salt: str | None = None,
-    sampling: SamplingParams = SamplingParams(),
+    sampling: SamplingParams | None = None,
+    hidden_layers: Sequence[int] = (),
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> Request:
     """A request from text, or from chat messages (`[{"role": "user", "content": ...}, ...]`).
 
     Text gets the tokenizer's special tokens; messages go through the checkpoint's chat template,
-    with the start of the assistant's answer added. Raises ConfigError where the program has no
-    tokenizer, RequestError where it has no chat template.
+    with the start of the assistant's answer added and `chat_template_kwargs` as its variables.
+    Without `sampling` tokens are chosen as the checkpoint's generation_config.json asks for
+    (`program.defaults`). Raises ConfigError where the program has no tokenizer, RequestError where
+    it has no chat template.
     """
     tokenizer = program.tokenizer
     if tokenizer is None:
@@ -36,17 +41,33 @@ def prepare(
     if isinstance(prompt, str):
         tokens = tokenizer.encode(prompt)
     else:
-        tokens = tokenizer.encode(_chat(tokenizer, prompt, id), add_special_tokens=False)
-    return Request(id=id, tokens=tokens, adapter=adapter, salt=salt, sampling=sampling)
+        text = _chat(tokenizer, prompt, id, chat_template_kwargs or {})
+        tokens = tokenizer.encode(text, add_special_tokens=False)
+    return Request(
+        id=id,
+        tokens=tokens,
+        adapter=adapter,
+        salt=salt,
+        sampling=program.defaults if sampling is None else sampling,
+        hidden_layers=tuple(hidden_layers),
+    )
 
 
-def _chat(tokenizer: Any, messages: Sequence[Mapping[str, str]], request_id: str) -> str:
+def _chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, str]],
+    request_id: str,
+    variables: Mapping[str, Any],
+) -> str:
     if not getattr(tokenizer, "chat_template", None):
         raise RequestError(
             f"request {request_id!r}: the checkpoint has no chat template; give the prompt as text"
         )
     return tokenizer.apply_chat_template(
-        [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        [dict(message) for message in messages],
+        tokenize=False,
+        add_generation_prompt=True,
+        **variables,
     )
 
 

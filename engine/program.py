@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,11 +15,13 @@ from purestep.engine.memory import choose_num_blocks
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
-from purestep.models.checkpoint import load_checkpoint, stop_ids
+from purestep.engine.sampling import Processor
+from purestep.models.checkpoint import generation_defaults, load_checkpoint, stop_ids
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
 from purestep.state.engine import DeviceState, EngineState
+from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
 
 
@@ -30,6 +33,8 @@ class Program:
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
     tokenizer: Any  # a transformers tokenizer, or None
+    processors: Map[str, Processor]  # logits processors that requests may name
+    defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
 
 
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
@@ -42,6 +47,7 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
     dtype = resolve_dtype(options.pop("dtype", "auto"), device, _stored_dtype(folder))
     model, params, digest = load_checkpoint(folder, dtype=getattr(torch, dtype), device=device)
     tokenizer = load_tokenizer(folder)
+    options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
     return make_program(
         model,
         params,
@@ -86,6 +92,8 @@ def make_program(
     prefix_caching: bool = True,
     compile: bool = False,
     seed: int = 0,
+    processors: Mapping[str, Processor] | None = None,
+    defaults: SamplingParams = SamplingParams(),
     token_buckets: tuple[int, ...] = (),
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
@@ -93,6 +101,9 @@ def make_program(
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
     (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`;
     with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
+    `processors` are functions (ids of prompt and generated tokens as a tuple, fp32 logits [V],
+    *processor_args) -> fp32 logits [V]; requests name them, and one that raises ends its request
+    alone. They must be pure: `step` may call them again for the same tokens after a failure.
     Raises ConfigError naming option, value and limit.
     """
     max_context = model.max_position if max_context is None else max_context
@@ -115,11 +126,19 @@ def make_program(
         seed=seed,
         stop_ids=tuple(stop_ids),
         tokens=token_table(tokenizer) if tokens is None and tokenizer is not None else tokens,
+        processors=tuple(sorted(processors or ())),
         token_buckets=tuple(token_buckets),
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     layer = compile_layer() if compile and can_compile(device) else decoder_layer
-    return Program(config=config, params=params, layer=layer, tokenizer=tokenizer)
+    return Program(
+        config=config,
+        params=params,
+        layer=layer,
+        tokenizer=tokenizer,
+        processors=Map(processors or {}),
+        defaults=defaults,
+    )
 
 
 def init(program: Program) -> EngineState:

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+from torch import Tensor
 
 from purestep.engine.config import Config, row_limit
+from purestep.engine.embeds import block_extras, check_places, take_embeds
 from purestep.state.adapters import count_users, resolve
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
@@ -37,48 +39,80 @@ from purestep.state.request import (
 def submit(state: EngineState, request: Request) -> EngineState:
     """Queue a request; it runs when `step` finds room for it.
 
+    With `sampling.n` > 1 each sample is a request of its own from here on: the first lives under
+    the request's id, the others under `id#1`, `id#2`, ... They share the prompt's KV blocks.
+
     Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live),
     SamplingError or UnknownAdapterError, naming item, value and limit, before any change.
     """
-    return replace(state, host=submit_host(state.config, state.host, request))
+    if request.prompt_embeds is None:
+        return replace(state, host=submit_host(state.config, state.host, request))
+    request, rows = take_embeds(state.config, request)
+    host = submit_host(state.config, state.host, request, rows)
+    return replace(state, host=host, blobs=state.blobs.set(request.prompt_embeds, rows))
 
 
-def submit_host(config: Config, host: HostState, request: Request) -> HostState:
-    """`submit` on the host state alone."""
+def submit_host(
+    config: Config, host: HostState, request: Request, embeds: Tensor | None = None
+) -> HostState:
+    """`submit` on the host state alone; `embeds` are the rows that `take_embeds` gave."""
     request = _checked(config, host, request)
-    who = f"request {request.id!r}"
-    version, loading = resolve(host.adapters, request.adapter, who)
+    extras = ()
+    if embeds is not None:
+        check_places(request, embeds)
+        extras = block_extras(request.tokens, embeds, config.block_size)
+    version, loading = resolve(host.adapters, request.adapter, f"request {request.id!r}")
+    records = []
+    for index in range(request.sampling.n):
+        record = _new_record(config, host, request, index, extras)
+        records.append(record if loading else bind(config, record, version))
+    adapters = host.adapters
+    if not loading:
+        adapters = count_users(adapters, [(version, 1)] * len(records))
+    return replace(
+        host,
+        arrivals=host.arrivals + len(records),
+        requests=host.requests.update({record.key: record for record in records}),
+        waiting=(*host.waiting, *(record.key for record in records)),
+        adapters=adapters,
+    )
+
+
+def _new_record(
+    config: Config, host: HostState, request: Request, index: int, extras: tuple[bytes, ...]
+) -> RequestState:
     given = request.sampling.seed
     seed = request_seed(config.seed, request.id) if given is None else given
-    record = RequestState(
+    watches_text = bool(request.sampling.stop or request.sampling.stream)
+    return RequestState(
         request=request,
-        arrival=host.arrivals,
+        key=_sample_key(request.id, index),
+        index=index,
+        arrival=host.arrivals + index,
         version=None,
         loading=True,
         seed=seed,
-        stream=random_stream(seed, 0, ()),
+        stream=random_stream(seed, index, ()),
         branch_path=(),
         num_branches=0,
         root=b"",
+        block_extras=extras,
         prompt_digests=(),
         generated_digests=(),
         generated=frozen(()),
         logprobs=frozen((), np.float32),
         num_cached=-1,
         num_preemptions=0,
-        text=b"" if request.sampling.stop else None,
+        text=b"" if watches_text else None,
+        num_streamed=0,
+        tops=(),
+        prompt_scores=(),
+        hidden=(),
     )
-    adapters = host.adapters
-    if not loading:
-        record = bind(config, record, version)
-        adapters = count_users(adapters, ((version, 1),))
-    return replace(
-        host,
-        arrivals=host.arrivals + 1,
-        requests=host.requests.set(request.id, record),
-        waiting=(*host.waiting, request.id),
-        adapters=adapters,
-    )
+
+
+def _sample_key(request_id: str, index: int) -> str:
+    return f"{request_id}#{index}" if index else request_id
 
 
 def _checked(config: Config, host: HostState, request: Request) -> Request:
@@ -86,15 +120,19 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         request,
         vocab_size=config.model.vocab_size,
         max_context=config.max_context,
+        num_layers=config.model.num_layers,
         has_text=config.tokens is not None,
+        processors=config.processors,
     )
-    if request.id in host.requests or any(c.id == request.id for c in host.ended):
-        raise RequestError(f"request {request.id!r}: a live request has this id")
-    count = len(request.tokens)
-    needed = -(-(count + 1) // config.block_size)
+    for key in (_sample_key(request.id, i) for i in range(request.sampling.n)):
+        if key in host.requests or any(c.key == key for c in host.ended):
+            raise RequestError(f"request {request.id!r}: a live request has the id {key!r}")
+    generates = request.sampling.max_tokens > 0
+    needed = -(-(len(request.tokens) + generates) // config.block_size)
     if needed > config.num_blocks:
+        more = " and one generated token need" if generates else " need"
         raise RequestError(
-            f"request {request.id!r}: {count} prompt tokens and one generated token need "
+            f"request {request.id!r}: {len(request.tokens)} prompt tokens{more} "
             f"{needed} blocks of {config.block_size}, but num_blocks={config.num_blocks}"
         )
     return request
@@ -105,24 +143,30 @@ def bind(config: Config, record: RequestState, version: str | None) -> RequestSt
     root = chain_root(config.kv_identity, version, record.request.salt)
     digests = ()
     if config.prefix_caching:
-        digests = block_digests(root, record.request.tokens, config.block_size)
+        tokens, extras = record.request.tokens, record.block_extras
+        digests = block_digests(root, tokens, config.block_size, extras)
     return replace(record, version=version, loading=False, root=root, prompt_digests=digests)
 
 
 def abort(state: EngineState, request_id: str) -> EngineState:
-    """End a request at once and free all it holds; `progress` tells what it had generated.
+    """End a request at once, with all its samples, and free all it holds; `progress` tells what it
+    had generated. The name of one sample (`id#1`) ends that one alone.
 
     Raises UnknownRequestError.
     """
-    return drop_blobs(replace(state, host=abort_host(state.host, request_id)))
+    host = state.host
+    keys = [r.key for r in host.requests.values() if request_id in (r.key, r.request.id)]
+    for key in sorted(keys) or [request_id]:
+        host = abort_host(host, key)
+    return drop_blobs(replace(state, host=host))
 
 
-def abort_host(host: HostState, request_id: str) -> HostState:
-    """`abort` on the host state alone. A plan in flight loses the row at its commit."""
-    record = live(host, request_id)
+def abort_host(host: HostState, key: str) -> HostState:
+    """End one sample, on the host state alone. A plan in flight loses the row at its commit."""
+    record = live(host, key)
     rows, blocks, copies = host.rows, host.blocks, host.copies
-    if request_id in rows.ids:
-        row = rows.ids.index(request_id)
+    if key in rows.ids:
+        row = rows.ids.index(key)
         draft = BlockDraft(blocks)
         draft.release(rows.tables[row])
         copies = drop_copies(host.copies, draft)
@@ -130,8 +174,8 @@ def abort_host(host: HostState, request_id: str) -> HostState:
         rows = take_rows(rows, [r for r in range(len(rows.ids)) if r != row])
     return replace(
         host,
-        requests=host.requests.delete(request_id),
-        waiting=tuple(i for i in host.waiting if i != request_id),
+        requests=host.requests.delete(key),
+        waiting=tuple(i for i in host.waiting if i != key),
         rows=rows,
         blocks=blocks,
         copies=copies,
@@ -166,7 +210,7 @@ def branch_host(
     for child in children:
         spare = config.max_rows - len(host.rows.ids) - len(rows)
         if parent_row is None or spare <= 0 or draft.num_free == 0:
-            waiting.append(child.request.id)
+            waiting.append(child.key)
             continue
         row, copied = _branched_row(config, host.rows, parent_row, child, draft)
         rows.append(row)
@@ -174,7 +218,7 @@ def branch_host(
     kept = replace(host.requests[request_id], num_branches=parent.num_branches + len(children))
     with host.requests.mutate() as requests:
         requests[request_id] = kept
-        requests.update({child.request.id: child for child in children})
+        requests.update({child.key: child for child in children})
         records = requests.finish()
     return replace(
         host,
@@ -208,8 +252,9 @@ def _child(host: HostState, parent: RequestState, ordinal: int, new_id: str) -> 
     return replace(
         parent,
         request=replace(parent.request, id=new_id),
+        key=new_id,
         arrival=host.arrivals + ordinal,
-        stream=random_stream(parent.seed, 0, path),
+        stream=random_stream(parent.seed, parent.index, path),
         branch_path=path,
         num_branches=0,
         num_preemptions=0,

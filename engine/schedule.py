@@ -48,7 +48,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     loads = _wanted_loads(host)
     hopeless = () if loads else _hopeless_loads(config, host)
     ended = (*running.ended, *admitted.ended, *hopeless)
-    gone = [c.id for c in ended]
+    gone = [c.key for c in ended]
     requests = _updated_records(host, running.records | admitted.records, gone)
     adapters = touch(admitted.adapters, versions_in_use(rows))
     adapters = load_asked(adapters, (name for name, _ in loads))
@@ -98,7 +98,7 @@ def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDr
     leaving, ended = _make_room(config, host, service, need_R, draft)
 
     stays = np.ones(len(rows.ids), bool)
-    stays[[*leaving, *(place[c.id] for c in ended)]] = False
+    stays[[*leaving, *(place[c.key] for c in ended)]] = False
     tables = list(rows.tables)
     for row in np.flatnonzero(stays & (need_R > 0)).tolist():
         tables[row] = frozen([*tables[row], *draft.allocate(int(need_R[row]))])

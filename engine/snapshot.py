@@ -1,7 +1,8 @@
 """A state on disk: host state as canonical JSON, KV and adapters as safetensors. No pickle.
 
-A snapshot is a folder: `state.json`, `kv.safetensors`, `adapters.safetensors`. It can be restored
-by another process or machine into a program over the same weights.
+A snapshot is a folder: `state.json`, `kv.safetensors`, `adapters.safetensors` and, of prompts given
+as embeddings, `prompts.safetensors`. It can be restored by another process or machine into a
+program over the same weights.
 """
 
 import json
@@ -29,8 +30,9 @@ from purestep.state.canonical import from_plain, to_plain
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import AdapterError, SnapshotError
 
-FORMAT = "purestep/snapshot/1"
+FORMAT = "purestep/snapshot/2"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
+PROMPTS = "prompts.safetensors"
 
 
 def snapshot(state: EngineState, path: str | os.PathLike) -> None:
@@ -72,6 +74,7 @@ def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> Non
         },
         folder / ADAPTERS,
     )
+    save_file({name: state.blobs[name] for name in _prompts(host)}, folder / PROMPTS)
     meta = {
         "format": FORMAT,
         "versions": _versions(),
@@ -82,6 +85,12 @@ def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> Non
         "host": to_plain(host),
     }
     (folder / STATE).write_text(json.dumps(meta, sort_keys=True))
+
+
+def _prompts(host: HostState) -> list[str]:
+    """The digests of the prompts that were given as embeddings."""
+    names = {record.request.prompt_embeds for record in host.requests.values()}
+    return sorted(names - {None})
 
 
 def _sources(host: HostState, version: str) -> list[tuple[str, str]]:
@@ -139,7 +148,9 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
         )
     host = from_plain(meta["host"])
     config = replace(program.config, num_blocks=meta["num_blocks"])
-    blobs = _read_adapters(folder, config, host, meta["adapters"])
+    blobs: dict[str, Any] = dict(_read_adapters(folder, config, host, meta["adapters"]))
+    with _opened(folder / PROMPTS) as tensors:
+        blobs |= {name: tensors.get_tensor(name) for name in _prompts(host)}
     pool = allocate_pool(config)
     _read_blocks_(folder, pool, meta["blocks"])
     for place in host.adapters.resident.values():

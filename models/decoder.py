@@ -78,20 +78,33 @@ def forward(
     batch: Batch,
     config: ModelConfig,
     layer_fn: LayerFn | None = None,
+    *,
+    embeds: tuple[Tensor, Tensor] | None = None,
+    observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """Final hidden states of every token row, normed: [T, D]. Writes the new keys and values.
 
     `kv` holds one [2, num_blocks, block_size, K, H] tensor a layer. `adapters` (one a layer) is
-    read only if `batch.lora` is there. `layer_fn` is `decoder_layer` or its compiled form.
+    read only if `batch.lora` is there. `layer_fn` is `decoder_layer` or its compiled form. `embeds`
+    (index_E int64, rows_ED) replaces the embeddings of some token rows. `observe(i, h_TD)` sees the
+    hidden states, numbered as transformers numbers them: 0 the embeddings, i what layer i - 1
+    returns, but for the last one, which is normed. It may not change them.
     """
     layer_fn = layer_fn or decoder_layer
     h_TD = embed(params, batch.token_T)
+    if embeds is not None:
+        h_TD = h_TD.index_copy(0, *embeds)
     cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
     rows = adapters if adapters is not None else (None,) * len(params.layers)
     layers = zip(params.layers, rows, kv, config.windows, strict=True)
-    for layer, layer_rows, pages, window in layers:
+    for i, (layer, layer_rows, pages, window) in enumerate(layers):
+        if observe is not None:
+            observe(i, h_TD)
         h_TD = layer_fn(layer, layer_rows, pages, h_TD, cos_TC, sin_TC, batch, config, window)
-    return rms_norm(h_TD, params.norm_D, config.norm_eps)
+    h_TD = rms_norm(h_TD, params.norm_D, config.norm_eps)
+    if observe is not None:
+        observe(len(params.layers), h_TD)
+    return h_TD
 
 
 def embed(params: Params, token_T: Tensor) -> Tensor:

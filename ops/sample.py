@@ -1,7 +1,8 @@
-"""Draw the next token of each row. Randomness is counter-based: no generator, no state.
+"""Draw the next token of each row, and tell logprobs. No generator, no state: noise is counted.
 
 The noise of a candidate depends on (stream, position, vocabulary id) alone, so a row draws the same
-token alone, in any batch, after a preemption and on any device. S sampled rows, V vocabulary.
+token alone, in any batch, after a preemption and on any device. S sampled rows, N scored ones, V
+vocabulary.
 """
 
 import torch
@@ -68,21 +69,28 @@ def keep_top_p(logits_SV: Tensor, top_p_S: Tensor) -> Tensor:
     return logits_SV.masked_fill(drop_SV, -torch.inf)
 
 
-def sample(
+def keep_min_p(logits_SV: Tensor, min_p_S: Tensor) -> Tensor:
+    """Minus infinity for tokens less likely than min_p times the likeliest, which always stays."""
+    probability_SV = logits_SV.softmax(-1)
+    least_S1 = min_p_S[:, None] * probability_SV.amax(-1, keepdim=True)
+    drop_SV = probability_SV < least_S1
+    return logits_SV.masked_fill(drop_SV, -torch.inf)
+
+
+def draw(
     logits_SV: Tensor,
     temperature_S: Tensor,
     top_k_S: Tensor,
     top_p_S: Tensor,
+    min_p_S: Tensor,
     stream_S: Tensor,
     position_S: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """(token_S int64, logprob_S float32) from fp32 logits.
+) -> Tensor:
+    """token_S int64 from fp32 logits, some of which may be minus infinity.
 
     Greedy, the lowest id among the largest logits, where the temperature is below 1e-5: quotients
     would lose the noise's digits there. Otherwise logits over temperature, then top-k, then top-p,
-    then the Gumbel maximum, which is a draw from their softmax. The logprob is the raw
-    distribution's, untouched by the sampling parameters; it is NaN where the row has a NaN or an
-    infinite logit, and the token then means nothing.
+    then min-p, then the Gumbel maximum, which is a draw from their softmax.
     """
     token_S = logits_SV.argmax(-1)
     drawn = torch.nonzero(temperature_S >= GREEDY_BELOW).flatten()
@@ -93,9 +101,26 @@ def sample(
         cut = torch.nonzero(top_p_S[drawn] < 1).flatten()
         if len(cut):
             scaled_SV[cut] = keep_top_p(scaled_SV[cut], top_p_S[drawn][cut])
+        cut = torch.nonzero(min_p_S[drawn] > 0).flatten()
+        if len(cut):
+            scaled_SV[cut] = keep_min_p(scaled_SV[cut], min_p_S[drawn][cut])
         noise_SV = gumbel_noise(stream_S[drawn], position_S[drawn], logits_SV.shape[1])
         token_S[drawn] = (scaled_SV + noise_SV).argmax(-1)
-    chosen_S = logits_SV.gather(1, token_S[:, None]).squeeze(1)
-    logprob_S = chosen_S - logits_SV.logsumexp(-1)
-    sound_S = torch.isfinite(logits_SV.amax(-1)) & torch.isfinite(logits_SV.amin(-1))
-    return token_S, torch.where(sound_S, logprob_S, torch.nan)
+    return token_S
+
+
+def score(logits_NV: Tensor, token_N: Tensor) -> Tensor:
+    """logprob_N float32 of tokens under the raw distribution, untouched by sampling parameters.
+
+    NaN where the row has a NaN or an infinite logit, and where the token is negative.
+    """
+    chosen_N = logits_NV.gather(1, token_N.clamp(min=0)[:, None]).squeeze(1)
+    logprob_N = chosen_N - logits_NV.logsumexp(-1)
+    sound_N = torch.isfinite(logits_NV.amax(-1)) & torch.isfinite(logits_NV.amin(-1))
+    return torch.where(sound_N & (token_N >= 0), logprob_N, torch.nan)
+
+
+def likeliest(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """(ids [N, K] int64, logprobs [N, K] float32) of the K likeliest tokens in falling order."""
+    top = logits_NV.topk(count, dim=-1)
+    return top.indices, top.values - logits_NV.logsumexp(-1, keepdim=True)

@@ -21,9 +21,13 @@ from purestep.state.errors import SnapshotError
 from purestep.state.hashing import framed
 from purestep.state.plan import (
     BatchDescriptor,
+    EmbeddedSpan,
+    HiddenRow,
+    LogitEdits,
     Outputs,
     Overwrites,
     SamplingRows,
+    ScoredRow,
     StepPlan,
     StepResult,
 )
@@ -32,8 +36,9 @@ from purestep.state.request import (
     FinishReason,
     Request,
     RequestState,
-    SamplingParams,
 )
+from purestep.state.sampling import SamplingParams
+from purestep.state.scores import Scores
 
 TREES = {
     cls.__name__: cls
@@ -43,8 +48,11 @@ TREES = {
         BatchDescriptor,
         BlockLedger,
         Completion,
+        EmbeddedSpan,
         EncoderLedger,
+        HiddenRow,
         HostState,
+        LogitEdits,
         Outputs,
         Overwrites,
         Request,
@@ -53,6 +61,8 @@ TREES = {
         Rows,
         SamplingParams,
         SamplingRows,
+        ScoredRow,
+        Scores,
         StepPlan,
         StepResult,
     )

@@ -17,6 +17,7 @@ from purestep.state.errors import StepError, UnknownRequestError
 from purestep.state.plan import StepPlan
 from purestep.state.pytree import static, tree
 from purestep.state.request import Completion, RequestState, frozen
+from purestep.state.scores import behind_the_first, joined
 
 
 @tree
@@ -33,9 +34,14 @@ class Rows:
     temperature_R: np.ndarray  # float32
     top_k_R: np.ndarray  # int32
     top_p_R: np.ndarray  # float64: 1 - top_p is rounded once
+    min_p_R: np.ndarray  # float32
     stream_R: np.ndarray  # uint64
     heeds_eos_R: np.ndarray  # bool
-    watched_R: np.ndarray  # bool, has stop ids or stop strings of its own
+    watched_R: np.ndarray  # bool, has stop ids or stop strings of its own, or streams its text
+    num_tops_R: np.ndarray  # int32, likeliest tokens to tell for each; -1 = none asked for
+    edited_R: np.ndarray  # bool, its logits are changed before they are divided and cut
+    probed_R: np.ndarray  # bool, its prompt is scored or its hidden states are returned
+    embedded_R: np.ndarray  # bool, embeddings stand in its prompt
     tail_RB: np.ndarray  # int32, token of position p at p % B, for the newest B positions
     tail_logprob_RB: np.ndarray  # float32, likewise, of tokens drawn since the row was admitted
 
@@ -91,9 +97,14 @@ _COLUMNS = {
     "temperature_R": np.float32,
     "top_k_R": np.int32,
     "top_p_R": np.float64,
+    "min_p_R": np.float32,
     "stream_R": np.uint64,
     "heeds_eos_R": np.bool_,
     "watched_R": np.bool_,
+    "num_tops_R": np.int32,
+    "edited_R": np.bool_,
+    "probed_R": np.bool_,
+    "embedded_R": np.bool_,
 }
 
 
@@ -148,14 +159,19 @@ def drop_copies(
 
 
 def drop_blobs(state: EngineState) -> EngineState:
-    """The state without tensors of adapter versions that are no longer registered."""
+    """The state without tensors that nothing names: of adapter versions that are no longer
+    registered, and of prompts whose requests have ended."""
     registered = state.host.adapters.registered
-    gone = [version for version in state.blobs if version not in registered]
+    unknown = [name for name in state.blobs if name not in registered]
+    if not unknown:
+        return state
+    prompts = {record.request.prompt_embeds for record in state.host.requests.values()}
+    gone = [name for name in unknown if name not in prompts]
     if not gone:
         return state
     with state.blobs.mutate() as blobs:
-        for version in gone:
-            del blobs[version]
+        for name in gone:
+            del blobs[name]
         return replace(state, blobs=blobs.finish())
 
 
@@ -207,15 +223,20 @@ def make_row(
         "temperature_R": sampling.temperature,
         "top_k_R": sampling.top_k,
         "top_p_R": sampling.top_p,
+        "min_p_R": sampling.min_p,
         "stream_R": record.stream,
         "heeds_eos_R": not sampling.ignore_eos,
-        "watched_R": bool(sampling.stop or sampling.stop_ids),
+        "watched_R": bool(sampling.stop or sampling.stop_ids or sampling.stream),
+        "num_tops_R": -1 if sampling.logprobs is None else sampling.logprobs,
+        "edited_R": sampling.edits,
+        "probed_R": record.scores_prompt or bool(record.request.hidden_layers),
+        "embedded_R": record.request.prompt_embeds is not None,
     }
     tail = np.zeros((1, block_size), np.int32)
     places = np.arange(max(0, len(tokens) - block_size), len(tokens))
     tail[0, places % block_size] = tokens[places]
     return Rows(
-        ids=(record.request.id,),
+        ids=(record.key,),
         versions=(record.version,),
         tables=(table,),
         tail_RB=_locked(tail),
@@ -271,16 +292,40 @@ def quiet(host: HostState, verb: str) -> HostState:
 
 def completion(record: RequestState, **how: Any) -> Completion:
     """The end of a request whose record is complete."""
+    request = record.request
     return Completion(
-        id=record.request.id,
-        adapter=record.request.adapter,
+        id=request.id,
+        key=record.key,
+        adapter=request.adapter,
         tokens=record.generated,
         logprobs=record.logprobs,
-        num_prompt_tokens=len(record.request.tokens),
+        num_prompt_tokens=len(request.tokens),
         num_cached_tokens=max(record.num_cached, 0),
         num_preemptions=record.num_preemptions,
+        index=record.index,
+        **_collected(record),
         **how,
     )
+
+
+def _collected(record: RequestState) -> dict[str, Any]:
+    """The columns of a completion that only some requests ask for."""
+    sampling, layers = record.request.sampling, record.request.hidden_layers
+    found: dict[str, Any] = {}
+    if sampling.logprobs is not None:
+        tops = joined(record.tops, sampling.logprobs)
+        found |= {"top_ids": tops.top_id_NK, "top_logprobs": tops.top_logprob_NK}
+    if record.scores_prompt:
+        scores = behind_the_first(joined(record.prompt_scores, sampling.prompt_logprobs))
+        found |= {
+            "prompt_logprobs": scores.logprob_N,
+            "prompt_top_ids": scores.top_id_NK,
+            "prompt_top_logprobs": scores.top_logprob_NK,
+        }
+    if layers and record.hidden:
+        states = _locked(np.concatenate(record.hidden, axis=1))
+        found["hidden_states"] = Map(zip(layers, states, strict=True))
+    return found
 
 
 def check_host(host: HostState, block_size: int) -> None:
@@ -291,7 +336,8 @@ def check_host(host: HostState, block_size: int) -> None:
     blocks_R = -(-rows.num_computed_R // block_size)
     assert [len(t) for t in rows.tables] == blocks_R.tolist(), "a table has a wrong length"
     assert (rows.num_computed_R <= rows.num_tokens_R).all()
-    assert (rows.num_tokens_R < rows.limit_R).all()
+    assert (rows.num_tokens_R <= rows.limit_R).all()
+    assert ((rows.num_tokens_R < rows.limit_R) | (rows.num_computed_R < rows.num_tokens_R)).all()
     check_blocks(host.blocks, [*rows.tables, *((source,) for source, _ in host.copies)])
     held = {b for table in rows.tables for b in table.tolist()} | {s for s, _ in host.copies}
     assert {target for _, target in host.copies} <= held, "a copy for nobody"

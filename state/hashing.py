@@ -33,18 +33,28 @@ def chain_root(model: str, adapter_version: str | None, salt: str | None) -> byt
     return blake3(framed("purestep/kv/1", model.encode(), adapter, salted)).digest()
 
 
-def block_digest(parent: bytes, tokens_B: np.ndarray) -> bytes:
-    """The digest of one full block of token ids behind `parent`."""
-    return blake3(parent + framed("tokens", tokens_B.astype("<i4").tobytes())).digest()
+def block_digest(parent: bytes, tokens_B: np.ndarray, extra: bytes = b"") -> bytes:
+    """The digest of one full block of token ids behind `parent`; `extra` names what stands in the
+    block beside ids (see `embeds_extra`)."""
+    tokens = framed("tokens", tokens_B.astype("<i4").tobytes())
+    return blake3(parent + tokens + extra).digest()
 
 
-def block_digests(parent: bytes, tokens: np.ndarray, block_size: int) -> tuple[bytes, ...]:
+def block_digests(
+    parent: bytes, tokens: np.ndarray, block_size: int, extras: Sequence[bytes] = ()
+) -> tuple[bytes, ...]:
     """Digests of all full blocks of `tokens`, in order; a partial last block has none."""
     digests = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        parent = block_digest(parent, tokens[start : start + block_size])
+        extra = extras[start // block_size] if extras else b""
+        parent = block_digest(parent, tokens[start : start + block_size], extra)
         digests.append(parent)
     return tuple(digests)
+
+
+def embeds_extra(rows: bytes) -> bytes:
+    """What names the embeddings in a block, whose places show as ids of -1."""
+    return framed("embeds", blake3(rows).digest()) if rows else b""
 
 
 def random_stream(seed: int, sample_index: int, branch_path: Sequence[int]) -> int:

@@ -4,12 +4,14 @@ R rows, S sampled rows among them, T tokens. Arrays are read-only.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from purestep.state.adapters import Residence
 from purestep.state.pytree import tree
 from purestep.state.request import Completion
+from purestep.state.scores import Scores
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,14 +34,65 @@ class BatchDescriptor:
 
 
 @tree
+class LogitEdits:
+    """What changes the logits of one sampled row, in this order; E ids of each kind."""
+
+    place: int  # among the sampled rows
+    bias_id_E: np.ndarray  # int32
+    bias_E: np.ndarray  # float32
+    repetition_penalty: float
+    seen_E: np.ndarray  # int32, the ids of prompt and generated tokens, each once
+    presence_penalty: float
+    frequency_penalty: float
+    drawn_E: np.ndarray  # int32, the ids of generated tokens, each once
+    count_E: np.ndarray  # int32, how often
+    banned_E: np.ndarray  # int32, end tokens included while they are not allowed yet
+    allowed_E: np.ndarray | None  # int32
+    processor: str | None
+    processor_args: tuple[Any, ...]
+    context: np.ndarray  # int32, all ids of the row, for the processor; -1 = an embedding
+
+
+@tree
 class SamplingRows:
     """Parameters of the rows that sample in this step, one entry each."""
 
     temperature_S: np.ndarray  # float32, 0 = greedy
     top_k_S: np.ndarray  # int32, 0 = off
     top_p_S: np.ndarray  # float64, 1 = off
+    min_p_S: np.ndarray  # float32, 0 = off
     stream_S: np.ndarray  # uint64
     position_S: np.ndarray  # int32, place in the sequence of the token to be drawn
+    num_tops_S: np.ndarray  # int32, likeliest tokens to tell; -1 = none asked for
+    edits: tuple[LogitEdits, ...]  # of the rows whose logits are changed first
+
+
+@tree
+class ScoredRow:
+    """A row whose prompt tokens are scored: N of them, which follow its tokens of this step."""
+
+    row: int  # among the plan's rows
+    first: int  # the row's token of this step whose logits score the first of them
+    target_N: np.ndarray  # int32, -1 where there is no id to score
+    num_tops: int
+
+
+@tree
+class EmbeddedSpan:
+    """Tokens of the plan that enter as rows of a blob and not of the embedding table."""
+
+    blob: str
+    first_row: int
+    index_E: np.ndarray  # int32, places among the plan's tokens
+
+
+@tree
+class HiddenRow:
+    """A row whose hidden states are returned, from its token `first` of this step onwards."""
+
+    row: int
+    first: int
+    layers: tuple[int, ...]  # as asked for, negative ones count from the end
 
 
 @tree
@@ -72,6 +125,9 @@ class StepPlan:
     residents: tuple[Residence, ...]  # the adapters of these rows, by slot
     sampled_R: np.ndarray  # bool: the row's last token in this step is its last known one
     sampling: SamplingRows
+    scored: tuple[ScoredRow, ...]
+    hidden: tuple[HiddenRow, ...]
+    embedded: tuple[EmbeddedSpan, ...]
     ended: tuple[Completion, ...]  # requests that end without another token
     loads: tuple[tuple[str, str], ...]  # (adapter name, source) for the loader to read
     num_hit_tokens: int = 0
@@ -84,6 +140,10 @@ class StepResult:
 
     token_S: np.ndarray  # int32
     logprob_S: np.ndarray  # float32, of the raw distribution; NaN where logits were not finite
+    tops: tuple[Scores, ...] = ()  # of the sampled rows that asked, in their order
+    errors: tuple[tuple[int, str], ...] = ()  # (place among the sampled rows, what went wrong)
+    scored: tuple[Scores, ...] = ()  # one for each of the plan's
+    hidden: tuple[np.ndarray, ...] = ()  # float32 [layers, n, D], one for each of the plan's
 
 
 @tree
@@ -95,6 +155,7 @@ class Outputs:
     tokens_S: np.ndarray  # int32, the new token of each id
     logprobs_S: np.ndarray  # float32
     finished: tuple[Completion, ...]
+    texts: tuple[tuple[str, str], ...] = ()  # (id, new text) of requests with `stream`
     loads: tuple[tuple[str, str], ...] = ()  # (adapter name, source) to read and `deliver`
     waiting_for: tuple[str, ...] = ()  # adapters still loading, when nothing else can run
     num_tokens: int = 0  # computed in this step, without padding

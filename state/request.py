@@ -6,42 +6,41 @@ from enum import StrEnum
 from typing import Any
 
 import numpy as np
+from immutables import Map
 
 from purestep.state.errors import RequestError, SamplingError
 from purestep.state.pytree import tree
-
-
-@tree
-class SamplingParams:
-    """How tokens are chosen; applied as temperature, then top-k, then top-p, on fp32 logits.
-
-    `temperature` 0 is greedy: the lowest id among the largest logits. `top_k` 0 and `top_p` 1.0
-    are off. `seed` None derives the noise from the engine's seed and the request's id.
-    `stop` strings end the text just before their first occurrence, also across token borders;
-    `stop_ids` come on top of the model's own end tokens, which `ignore_eos` switches off.
-    The stopping token is kept in `Completion.tokens`.
-    """
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-    max_tokens: int = 256
-    stop: tuple[str, ...] = ()
-    stop_ids: tuple[int, ...] = ()
-    ignore_eos: bool = False
+from purestep.state.sampling import SamplingParams, check_sampling, is_list, is_unicode
+from purestep.state.scores import Scores
 
 
 @tree
 class Request:
     """The user's words. `adapter` None is the base model; requests share cached prefixes only
-    with requests of the same `salt`."""
+    with requests of the same `salt`.
+
+    `prompt_embeds` [n, hidden size] stands in the prompt in place of ids: a token of -1 takes its
+    next row, and an empty `tokens` takes all of them. The rows enter the model as they are, with no
+    embedding adapter's delta.
+
+    `hidden_layers` asks for hidden states at every position, numbered as transformers numbers its
+    `output_hidden_states`: 0 is the embeddings, i the output of layer i, the last one normed;
+    negative numbers count from the end.
+    """
 
     id: str
-    tokens: Sequence[int] | np.ndarray
+    tokens: Sequence[int] | np.ndarray = ()
     adapter: str | None = None
     salt: str | None = None
     sampling: SamplingParams = SamplingParams()
+    hidden_layers: tuple[int, ...] = ()
+    prompt_embeds: Any = None  # a tensor or array; the digest of its blob once submitted
+
+
+def for_adapters(request: Request, adapters: Sequence[str | None]) -> list[Request]:
+    """One prompt for many adapters: the request once for each, called `id/adapter` (`id/` for the
+    base model). What was prepared for it (tokens, media) is shared and not prepared again."""
+    return [replace(request, id=f"{request.id}/{a or ''}", adapter=a) for a in adapters]
 
 
 class FinishReason(StrEnum):
@@ -55,13 +54,19 @@ class FinishReason(StrEnum):
 
 @tree
 class Completion:
-    """A finished request. `logprobs` are of the model's own distribution (log-softmax of the raw
-    fp32 logits, whatever the sampling parameters), one for each token."""
+    """A finished request, or one of its `n` samples. P prompt tokens, G generated ones.
+
+    Logprobs are of the model's own distribution (log-softmax of the raw fp32 logits, whatever the
+    sampling parameters). Those of the prompt are carried by sample 0 and start with NaN, as nothing
+    stands before the first token; `logprob_dicts` and `prompt_logprob_dicts` give them as JSON can
+    hold them. Hidden states cover every position the model has read: all but the last token drawn.
+    """
 
     id: str
+    key: str  # as in `Outputs.ids`: the id, or `id#1` of a second sample
     adapter: str | None
-    tokens: np.ndarray  # int32
-    logprobs: np.ndarray  # float32
+    tokens: np.ndarray  # int32 [G]
+    logprobs: np.ndarray  # float32 [G]
     text: str | None  # None where the program has no token table
     finish_reason: FinishReason
     num_prompt_tokens: int
@@ -69,6 +74,49 @@ class Completion:
     num_preemptions: int = 0
     stop: str | int | None = None  # the stop string or stop id that ended it
     error: str | None = None
+    index: int = 0  # which of the `n` samples
+    top_ids: np.ndarray | None = None  # int32 [G, k], the likeliest first; None if not asked for
+    top_logprobs: np.ndarray | None = None  # float32 [G, k]
+    prompt_logprobs: np.ndarray | None = None  # float32 [P], NaN where there is no id to score
+    prompt_top_ids: np.ndarray | None = None  # int32 [P, k], first row -1
+    prompt_top_logprobs: np.ndarray | None = None  # float32 [P, k], first row NaN
+    hidden_states: Map[int, np.ndarray] | None = None  # layer as asked -> float32 [P + G - 1, D]
+
+
+def logprob_dicts(completion: Completion) -> list[dict[int, float]]:
+    """id -> logprob for each generated token: the chosen one first, then the k likeliest."""
+    G = len(completion.tokens)
+    tops = completion.top_ids, completion.top_logprobs
+    ids_GK, logprobs_GK = tops if completion.top_ids is not None else _no_tops(G)
+    return _dicts(completion.tokens, completion.logprobs, ids_GK, logprobs_GK)
+
+
+def prompt_logprob_dicts(
+    completion: Completion, tokens: Sequence[int] | np.ndarray
+) -> list[dict[int, float] | None]:
+    """id -> logprob for each token of the prompt, which the caller gives; None for the first.
+
+    Where an embedding stands in place of an id the likeliest tokens are there alone. Raises
+    RequestError when the request did not ask for prompt logprobs.
+    """
+    if completion.prompt_logprobs is None:
+        raise RequestError(f"request {completion.id!r}: prompt_logprobs were not asked for")
+    columns = completion.prompt_logprobs, completion.prompt_top_ids, completion.prompt_top_logprobs
+    return [None, *_dicts(np.asarray(tokens)[1:], *(column[1:] for column in columns))]
+
+
+def _no_tops(length: int) -> tuple[np.ndarray, np.ndarray]:
+    return np.zeros((length, 0), np.int32), np.zeros((length, 0), np.float32)
+
+
+def _dicts(
+    token_N: np.ndarray, logprob_N: np.ndarray, id_NK: np.ndarray, top_NK: np.ndarray
+) -> list[dict[int, float]]:
+    columns = (column.tolist() for column in (token_N, logprob_N, id_NK, top_NK))
+    return [
+        ({token: logprob} if token >= 0 else {}) | dict(zip(ids, tops, strict=True))
+        for token, logprob, ids, tops in zip(*columns, strict=True)
+    ]
 
 
 @tree
@@ -79,7 +127,9 @@ class RequestState:
     to the last block boundary. While it waits, `generated` is complete and nothing is computed.
     """
 
-    request: Request  # `tokens` is a read-only int32 array here
+    request: Request  # `tokens` is a read-only int32 array here, -1 where an embedding stands
+    key: str  # the name it lives under: the request's id, or `id#1` of a second sample
+    index: int  # which of the request's `n` samples
     arrival: int
     version: str | None  # adapter version, bound when the adapter is there; None for base
     loading: bool  # waits for its adapter; has no version and no digests
@@ -88,17 +138,43 @@ class RequestState:
     branch_path: tuple[int, ...]
     num_branches: int
     root: bytes  # what stands before the first block in the digest chain
+    block_extras: tuple[bytes, ...]  # what a prompt block holds beside ids; () if no block does
     prompt_digests: tuple[bytes, ...]  # of the prompt's full blocks
     generated_digests: tuple[bytes, ...]  # of the full blocks after those
     generated: np.ndarray  # int32
     logprobs: np.ndarray  # float32
     num_cached: int
     num_preemptions: int
-    text: bytes | None  # generated text so far; None where no stop string asks for it
+    text: bytes | None  # generated text so far; None where no stop string or stream asks for it
+    num_streamed: int  # bytes of `text` that `Outputs.texts` has told
+    tops: tuple[Scores, ...]  # of the generated tokens, where asked for
+    prompt_scores: tuple[Scores, ...]  # of prompt tokens 1 onwards, as far as they are known
+    hidden: tuple[np.ndarray, ...]  # float32 [layers asked for, n, D] of positions 0 onwards
 
     @property
     def digests(self) -> tuple[bytes, ...]:
         return self.prompt_digests + self.generated_digests
+
+    @property
+    def scores_prompt(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None and self.index == 0
+
+    @property
+    def num_scored(self) -> int:
+        return sum(len(scores.logprob_N) for scores in self.prompt_scores)
+
+    @property
+    def num_hidden(self) -> int:
+        return sum(chunk.shape[1] for chunk in self.hidden)
+
+    @property
+    def num_told(self) -> int | None:
+        """Positions whose outputs are not wanted (again), so that cached KV may stand for them;
+        None when that holds for all."""
+        wants = [self.num_hidden] if self.request.hidden_layers else []
+        if self.scores_prompt and self.num_scored < len(self.request.tokens) - 1:
+            wants.append(self.num_scored)  # position p scores token p + 1
+        return min(wants, default=None)
 
 
 def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
@@ -109,33 +185,62 @@ def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
 
 
 def checked_request(
-    request: Request, *, vocab_size: int, max_context: int, has_text: bool
+    request: Request,
+    *,
+    vocab_size: int,
+    max_context: int,
+    num_layers: int,
+    has_text: bool,
+    processors: tuple[str, ...],
 ) -> Request:
     """The request in plain Python values and a read-only int32 prompt.
 
     Raises RequestError or SamplingError naming the request, the field, its value and the limit.
     """
-    if not isinstance(request.id, str) or not request.id or not _is_unicode(request.id):
+    if not isinstance(request.id, str) or not request.id or not is_unicode(request.id):
         raise RequestError(f"request id {request.id!r} must be a non-empty string of Unicode")
-    salt = request.salt
-    if salt is not None and not (isinstance(salt, str) and _is_unicode(salt)):
-        raise RequestError(f"request {request.id!r}: salt={salt!r} must be None or a string")
-    if not isinstance(request.sampling, SamplingParams):
+    who = f"request {request.id!r}"
+    if not isinstance(request.adapter, str | None):
         raise RequestError(
-            f"request {request.id!r}: sampling={request.sampling!r} must be SamplingParams"
+            f"{who}: adapter={request.adapter!r} must be one adapter's name or None; several "
+            "adapters on one request, or a strength, are not supported (see for_adapters)"
         )
-    return replace(
-        request,
-        tokens=checked_tokens(request, vocab_size, max_context),
-        sampling=check_sampling(request, vocab_size, has_text),
+    salt = request.salt
+    if salt is not None and not (isinstance(salt, str) and is_unicode(salt)):
+        raise RequestError(f"{who}: salt={salt!r} must be None or a string")
+    if not isinstance(request.sampling, SamplingParams):
+        raise RequestError(f"{who}: sampling={request.sampling!r} must be SamplingParams")
+    sampling = check_sampling(
+        request.sampling, who, vocab_size=vocab_size, has_text=has_text, processors=processors
     )
+    layers = checked_layers(request.hidden_layers, num_layers, who)
+    if sampling.max_tokens == 0 and sampling.prompt_logprobs is None and not layers:
+        raise SamplingError(
+            f"{who}: max_tokens=0 generates nothing, so it needs prompt_logprobs or hidden_layers"
+        )
+    generates = sampling.max_tokens > 0
+    tokens = checked_tokens(request, vocab_size, max_context, generates)
+    return replace(request, tokens=tokens, sampling=sampling, hidden_layers=layers)
 
 
-def checked_tokens(request: Request, vocab_size: int, max_context: int) -> np.ndarray:
-    """The prompt as a read-only int32 array.
+def checked_layers(layers: Any, num_layers: int, who: str) -> tuple[int, ...]:
+    """`hidden_layers` as a tuple. Raises RequestError."""
+    low, high = -num_layers - 1, num_layers
+    whole = is_list(layers) and all(isinstance(i, int | np.integer) for i in layers)
+    if not whole or not all(low <= i <= high for i in layers) or len(set(layers)) < len(layers):
+        raise RequestError(
+            f"{who}: hidden_layers={layers!r} must be different integers in {low}..{high}"
+        )
+    return tuple(int(i) for i in layers)
+
+
+def checked_tokens(
+    request: Request, vocab_size: int, max_context: int, generates: bool = True
+) -> np.ndarray:
+    """The prompt as a read-only int32 array; -1 where an embedding stands.
 
     Raises RequestError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no
-    room for one generated token in the context.
+    room in the context for one generated token, if it `generates` any.
     """
     who = f"request {request.id!r}"
     try:
@@ -149,77 +254,13 @@ def checked_tokens(request: Request, vocab_size: int, max_context: int) -> np.nd
         )
     if wide.size == 0:
         raise RequestError(f"{who}: the prompt is empty; at least 1 token is needed")
-    bad = np.flatnonzero((wide < 0) | (wide >= vocab_size))
+    least = 0 if request.prompt_embeds is None else -1
+    bad = np.flatnonzero((wide < least) | (wide >= vocab_size))
     if bad.size:
         raise RequestError(
             f"{who}: token id {wide[bad[0]]} at position {bad[0]} is outside 0..{vocab_size - 1}"
         )
-    if wide.size + 1 > max_context:
-        raise RequestError(
-            f"{who}: a prompt of {wide.size} tokens and one generated token exceed "
-            f"max_context={max_context}"
-        )
+    if wide.size + generates > max_context:
+        more = " and one generated token exceed" if generates else " exceeds"
+        raise RequestError(f"{who}: a prompt of {wide.size} tokens{more} max_context={max_context}")
     return frozen(wide)
-
-
-LARGEST_INT = 2**31 - 1  # what a column of the running rows holds
-LARGEST_TEMPERATURE = 1e6  # far beyond uniform, and any quotient is finite in float32
-
-
-def check_sampling(request: Request, vocab_size: int, has_text: bool) -> SamplingParams:
-    """The sampling parameters in plain Python values.
-
-    Raises SamplingError, naming field, value and limit, for what cannot take effect. `top_k` and
-    `max_tokens` above what a column holds mean the same as the largest value it holds.
-    """
-    s, who = request.sampling, f"request {request.id!r}"
-
-    def check(holds: bool, field: str, rule: str) -> None:
-        if not holds:
-            raise SamplingError(f"{who}: {field}={getattr(s, field)!r}, but {rule}")
-
-    warm = _is_number(s.temperature) and 0 <= s.temperature <= LARGEST_TEMPERATURE
-    check(warm, "temperature", f"it must be finite and at least 0, at most {LARGEST_TEMPERATURE}")
-    check(_is_number(s.top_p) and 0 < s.top_p <= 1, "top_p", "it must be above 0 and at most 1")
-    whole = _is_int(s.top_k) and s.top_k >= 0
-    check(whole, "top_k", "it must be an integer, 0 for no limit or at least 1")
-    check(_is_int(s.max_tokens) and s.max_tokens >= 1, "max_tokens", "it must be at least 1")
-    seeded = s.seed is None or (_is_int(s.seed) and 0 <= s.seed < 2**64)
-    check(seeded, "seed", "it must be None or an integer in 0..2**64-1")
-    drawn = s.temperature > 0
-    check(drawn or s.top_k <= 1, "top_k", "temperature=0 is greedy, so it would have no effect")
-    check(drawn or s.top_p == 1, "top_p", "temperature=0 is greedy, so it would have no effect")
-    words = _is_list(s.stop) and all(isinstance(w, str) and w and _is_unicode(w) for w in s.stop)
-    check(words, "stop", "it must be a tuple of non-empty strings")
-    missing = "the program has no token table to find text with; use stop_ids"
-    check(has_text or not s.stop, "stop", missing)
-    ids = _is_list(s.stop_ids) and all(_is_int(t) and 0 <= t < vocab_size for t in s.stop_ids)
-    check(ids, "stop_ids", f"it must be a tuple of ids in 0..{vocab_size - 1}")
-    check(isinstance(s.ignore_eos, bool), "ignore_eos", "it must be True or False")
-    return SamplingParams(
-        temperature=float(s.temperature),
-        top_k=min(int(s.top_k), LARGEST_INT),
-        top_p=float(s.top_p),
-        seed=None if s.seed is None else int(s.seed),
-        max_tokens=min(int(s.max_tokens), LARGEST_INT),
-        stop=tuple(s.stop),
-        stop_ids=tuple(int(t) for t in s.stop_ids),
-        ignore_eos=s.ignore_eos,
-    )
-
-
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int | np.integer) and not isinstance(value, bool)
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, float | np.floating) or _is_int(value)
-
-
-def _is_list(value: Any) -> bool:
-    return isinstance(value, tuple | list | np.ndarray)
-
-
-def _is_unicode(text: str) -> bool:
-    """Whether it can be written as bytes: JSON can hold half of a surrogate pair."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)

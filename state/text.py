@@ -1,5 +1,6 @@
 """Token ids to bytes, and stop strings on bytes."""
 
+import codecs
 from collections.abc import Iterable
 
 import numpy as np
@@ -50,6 +51,24 @@ def find_stop(text: bytes, start: int, stops: tuple[str, ...]) -> tuple[int, str
         if at >= 0 and (best is None or (at, -len(needle)) < best[:2]):
             best = (at, -len(needle), stop)
     return None if best is None else (best[0], best[2])
+
+
+def tellable(text: bytes, start: int, stops: tuple[str, ...]) -> int:
+    """Up to which byte `text` can be told, where `start` bytes were told before.
+
+    What may be the beginning of a stop string is held back, and so is half a character; so what
+    is told, decoded piece by piece, is always a prefix of the final text.
+    """
+    end = len(text) - max((_overlap(text, stop.encode()) for stop in stops), default=0)
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    decoder.decode(text[start:end])
+    return max(start, end - len(decoder.getstate()[0]))
+
+
+def _overlap(text: bytes, needle: bytes) -> int:
+    """The length of the longest end of `text` that `needle` begins with, but for all of it."""
+    most = min(len(text), len(needle) - 1)
+    return next((n for n in range(most, 0, -1) if needle.startswith(text[-n:])), 0)
 
 
 def decode(text: bytes) -> str:

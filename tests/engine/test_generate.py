@@ -1,6 +1,10 @@
 """The offline driver, text and stop strings."""
 
+import json
+import shutil
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -12,6 +16,7 @@ from purestep.engine import (
     SamplingParams,
     generate,
     init,
+    load_program,
     prepare,
     step,
     submit,
@@ -19,9 +24,12 @@ from purestep.engine import (
 from purestep.engine.prepare import byte_alphabet, token_table
 from purestep.state.errors import ConfigError, RequestError
 from purestep.state.text import TokenTable
-from tests.engine.tiny import adapter_folder, alone, prompt, request, run, tiny_program
+from tests.engine.tiny import adapter_folder, alone, checkpoint, prompt, request, run, tiny_program
 
-TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+TEMPLATE = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+    "<assistant>{% if think %}hm{% endif %}"
+)
 
 
 def requests_pulled(count: int, pulled: list[int]) -> Iterator[Request]:
@@ -143,6 +151,37 @@ def test_stop_strings_survive_preemption_and_ignore_the_prompt() -> None:
         assert done[n].text == free[n].text[: free[n].text.find(stops[n])]
 
 
+def test_text_can_keep_the_stop_string_and_comes_in_pieces() -> None:
+    """SL-01 with inclusion; what `Outputs.texts` told piece by piece is the completion's text."""
+    program = letters_program()
+    _, done = run(program, init(program), [request("0", prompt(1, 5), max_tokens=20)])
+    stop = done["0"].text[21:23]
+    cut = done["0"].text.index(stop)
+    for include_stop, want in ((False, cut), (True, cut + 2)):
+        words = {"stop": (stop,), "include_stop": include_stop, "stream": True}
+        state, told = submit(init(program), request("x", prompt(1, 5), max_tokens=20, **words)), []
+        while not state.host.idle:
+            state, outputs = step(program, state)
+            told += [text for _, text in outputs.texts]
+        (ended,) = outputs.finished
+        assert (ended.text, ended.stop) == (done["0"].text[:want], stop)
+        assert "".join(told) == ended.text
+        assert len(told) > 3
+
+
+def test_no_stop_counts_before_min_tokens() -> None:
+    program = letters_program()
+    _, done = run(program, init(program), [request("0", prompt(1, 5), max_tokens=20)])
+    text = done["0"].text
+    for least in (0, 1, 3, 4, 9, 20):
+        words = {"stop": (text[4:6], text[30:32]), "min_tokens": least}
+        _, ended = run(program, init(program), [request("x", prompt(1, 5), max_tokens=20, **words)])
+        places = [text.find(stop, max(2 * least - 3, 0)) for stop in words["stop"]]
+        cut = min((at for at in places if at >= 0), default=len(text))
+        assert ended["x"].text == text[:cut]
+        assert len(ended["x"].tokens) >= least
+
+
 def test_stop_ids_and_end_tokens() -> None:
     program = letters_program(stop_ids=(7,))
     item = request("x", prompt(1, 9), max_tokens=12)
@@ -200,9 +239,31 @@ def test_prepare_takes_text_and_messages() -> None:
     assert (plain.adapter, plain.salt) == ("x", "s")
     chat = prepare(program, [{"role": "user", "content": "hi"}], id="2")
     assert tokenizer.decode(chat.tokens) == "<user>hi<assistant>"
+    thinks = {"think": True}
+    chat = prepare(
+        program, [{"role": "user", "content": "hi"}], id="2", chat_template_kwargs=thinks
+    )
+    assert tokenizer.decode(chat.tokens) == "<user>hi<assistant>hm"
     tokenizer.chat_template = None
     with pytest.raises(RequestError, match="chat template"):
         prepare(program, [{"role": "user", "content": "hi"}], id="2")
+
+
+def test_the_checkpoints_generation_config_is_the_default(tmp_path: Path) -> None:
+    """What the file asks for is what `prepare` asks for, and end tokens come from it too."""
+    folder = shutil.copytree(checkpoint()[0], tmp_path / "model")
+    words = {"do_sample": True, "temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1}
+    words |= {"repetition_penalty": 1.1, "eos_token_id": [5, 7]}
+    (folder / "generation_config.json").write_text(json.dumps(words))
+    program = load_program(folder, device="cpu", num_blocks=8)
+    assert program.config.stop_ids == (5, 7)
+    for name in ("temperature", "top_k", "top_p", "min_p", "repetition_penalty"):
+        assert getattr(program.defaults, name) == words[name]
+    program = replace(program, tokenizer=byte_tokenizer())
+    assert prepare(program, "a", id="1").sampling is program.defaults
+    assert prepare(program, "a", id="1", sampling=SamplingParams(top_k=3)).sampling.top_k == 3
+    (folder / "generation_config.json").unlink()
+    assert load_program(folder, device="cpu", num_blocks=8).defaults.temperature == 1.0
 
 
 def test_text_never_holds_half_a_character() -> None:

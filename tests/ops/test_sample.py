@@ -6,22 +6,32 @@ import pytest
 import torch
 from hypothesis import example, given
 from torch import Tensor
-from transformers import TopKLogitsWarper, TopPLogitsWarper
+from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
-from purestep.ops.sample import gumbel_noise, keep_top_k, keep_top_p, philox, sample
+from purestep.ops.sample import (
+    draw,
+    gumbel_noise,
+    keep_min_p,
+    keep_top_k,
+    keep_top_p,
+    likeliest,
+    philox,
+    score,
+)
 
 NAN, INF = float("nan"), float("inf")
 
 
-def draw(
+def sample(
     logits: Tensor,
     temperature: float | list[float] = 1.0,
     top_k: int | list[int] = 0,
     top_p: float | list[float] = 1.0,
+    min_p: float | list[float] = 0.0,
     stream: int | list[int] = 7,
     position: int | list[int] = 3,
 ) -> tuple[Tensor, Tensor]:
-    """`sample`, single values standing for every row."""
+    """`draw` and `score`, single values standing for every row."""
     S = len(logits)
 
     def column(value: object, dtype: torch.dtype) -> Tensor:
@@ -30,14 +40,16 @@ def draw(
             return torch.from_numpy(np.array(values, np.uint64).view(np.int64).copy())
         return torch.tensor(values, dtype=dtype)
 
-    return sample(
+    token_S = draw(
         logits,
         column(temperature, torch.float32),
         column(top_k, torch.int32),
         column(top_p, torch.float32),
+        column(min_p, torch.float32),
         column(stream, torch.int64),
         column(position, torch.int32),
     )
+    return token_S, score(logits, token_S)
 
 
 def logits_of(seed: int, S: int, V: int, scale: float = 3.0) -> Tensor:
@@ -108,22 +120,32 @@ def chi_square(counts: Tensor, probability: Tensor) -> float:
 
 
 @pytest.mark.parametrize(
-    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.6, 0, 1.0), (1.5, 4, 1.0), (1.0, 0, 0.8)]
+    ("temperature", "top_k", "top_p", "min_p"),
+    [
+        (1.0, 0, 1.0, 0.0),
+        (0.6, 0, 1.0, 0.0),
+        (1.5, 4, 1.0, 0.0),
+        (1.0, 0, 0.8, 0.0),
+        (1.0, 0, 1.0, 0.2),
+        (1.3, 7, 0.95, 0.15),
+    ],
 )
 @pytest.mark.parametrize("vary", ["stream", "position"])
 def test_draws_follow_the_filtered_softmax(
-    vary: str, temperature: float, top_k: int, top_p: float
+    vary: str, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> None:
     """Chi-square on pinned seeds, 20000 draws; 30 is beyond 0.9999 for 8 degrees of freedom."""
     S = 20_000
     logits = torch.tensor([0.3, -1.0, 2.0, 1.1, 0.0, -0.2, 0.9, 1.9, -2.0])
     numbers = {vary: list(range(S))}
-    token_S, _ = draw(logits.repeat(S, 1), temperature, top_k, top_p, **numbers)
+    token_S, _ = sample(logits.repeat(S, 1), temperature, top_k, top_p, min_p, **numbers)
     scaled = (logits / temperature)[None]
     if top_k:
         scaled = TopKLogitsWarper(top_k)(None, scaled)
     if top_p < 1:
         scaled = TopPLogitsWarper(top_p)(None, scaled)
+    if min_p:
+        scaled = MinPLogitsWarper(min_p)(None, scaled)
     probability = scaled[0].softmax(-1)
     counts = torch.bincount(token_S, minlength=len(logits)).float()
     kept = probability > 0
@@ -134,11 +156,11 @@ def test_draws_follow_the_filtered_softmax(
 def test_streams_and_positions_are_independent() -> None:
     """Neighbouring streams and positions agree as often as chance lets them."""
     logits = torch.zeros(4000, 16)
-    base, _ = draw(logits, stream=list(range(4000)))
+    base, _ = sample(logits, stream=list(range(4000)))
     for other in (
-        draw(logits, stream=list(range(1, 4001)))[0],
-        draw(logits, stream=list(range(4000)), position=4)[0],
-        draw(logits, stream=[s + 2**32 for s in range(4000)])[0],
+        sample(logits, stream=list(range(1, 4001)))[0],
+        sample(logits, stream=list(range(4000)), position=4)[0],
+        sample(logits, stream=[s + 2**32 for s in range(4000)])[0],
     ):
         assert abs((base == other).float().mean() - 1 / 16) < 0.015
 
@@ -148,6 +170,7 @@ rows_of = st.lists(
         st.sampled_from((0.0, 1e-12, 0.7, 1.0, 3.0)),
         st.sampled_from((0, 1, 3, 50)),
         st.sampled_from((1.0, 0.9, 0.3)),
+        st.sampled_from((0.0, 0.0, 0.1, 0.9)),
         st.integers(0, 2**64 - 1),
         st.integers(0, 4000),
     ),
@@ -158,20 +181,20 @@ rows_of = st.lists(
 
 @given(rows_of, st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_a_row_draws_the_same_alone_permuted_and_in_any_batch(
-    rows: list[tuple[float, int, float, int, int]], seed: int, random: object
+    rows: list[tuple[float, int, float, float, int, int]], seed: int, random: object
 ) -> None:
     """SL-06, DT-01: noise depends on (stream, position, id) only."""
     logits = logits_of(seed, len(rows), 29)
-    token_S, logprob_S = draw(logits, *map(list, zip(*rows, strict=True)))
+    token_S, logprob_S = sample(logits, *map(list, zip(*rows, strict=True)))
     order = list(range(len(rows)))
     random.shuffle(order)
-    shuffled, logprobs = draw(
+    shuffled, logprobs = sample(
         logits[order], *map(list, zip(*[rows[i] for i in order], strict=True))
     )
     assert shuffled.tolist() == token_S[order].tolist()
     assert torch.allclose(logprobs, logprob_S[order], rtol=0, atol=1e-6)
     for i, row in enumerate(rows):
-        alone, logprob = draw(logits[i : i + 1], *row)
+        alone, logprob = sample(logits[i : i + 1], *row)
         assert alone.item() == token_S[i]
         assert abs(logprob.item() - logprob_S[i]) <= 1e-6
 
@@ -179,14 +202,14 @@ def test_a_row_draws_the_same_alone_permuted_and_in_any_batch(
 @given(st.lists(st.integers(-2, 2), min_size=1, max_size=40))
 def test_greedy_takes_the_lowest_id_among_the_largest(values: list[int]) -> None:
     logits = torch.tensor([values], dtype=torch.float32)
-    assert draw(logits, temperature=0.0)[0].item() == values.index(max(values))
+    assert sample(logits, temperature=0.0)[0].item() == values.index(max(values))
 
 
 @pytest.mark.parametrize("temperature", [1e-12, 1e-30, 1e-6, 1e-45])
 def test_tiny_temperatures_are_finite_and_take_the_best(temperature: float) -> None:
     """SL-11."""
     logits = logits_of(0, 8, 50, scale=50.0)
-    token_S, logprob_S = draw(logits, temperature=temperature)
+    token_S, logprob_S = sample(logits, temperature=temperature)
     assert torch.equal(token_S, logits.argmax(-1))
     assert logprob_S.isfinite().all()
 
@@ -195,7 +218,7 @@ def test_tiny_temperatures_are_finite_and_take_the_best(temperature: float) -> N
 def test_top_k_of_one_is_greedy(temperature: float) -> None:
     """SL-11."""
     logits = logits_of(1, 8, 50)
-    assert torch.equal(draw(logits, temperature, top_k=1)[0], logits.argmax(-1))
+    assert torch.equal(sample(logits, temperature, top_k=1)[0], logits.argmax(-1))
 
 
 @given(st.integers(0, 10**6), st.integers(1, 40), st.booleans())
@@ -240,16 +263,16 @@ def test_top_p_among_equals_is_transformers(top_p: float) -> None:
 @pytest.mark.parametrize("top_p", [1e-45, 1e-12, 1e-3])
 def test_the_most_likely_token_always_stays(top_p: float) -> None:
     logits = logits_of(2, 8, 50)
-    assert torch.equal(draw(logits, 1.0, top_p=top_p)[0], logits.argmax(-1))
+    assert torch.equal(sample(logits, 1.0, top_p=top_p)[0], logits.argmax(-1))
 
 
 @given(rows_of, st.integers(0, 10**6))
 def test_logprobs_are_of_the_raw_distribution(
-    rows: list[tuple[float, int, float, int, int]], seed: int
+    rows: list[tuple[float, int, float, float, int, int]], seed: int
 ) -> None:
     """SL-08: whatever temperature, top-k and top-p."""
     logits = logits_of(seed, len(rows), 29)
-    token_S, logprob_S = draw(logits, *map(list, zip(*rows, strict=True)))
+    token_S, logprob_S = sample(logits, *map(list, zip(*rows, strict=True)))
     want = logits.double().log_softmax(-1).gather(1, token_S[:, None]).squeeze(1)
     assert torch.allclose(logprob_S.double(), want, rtol=0, atol=2e-6)
     assert (logprob_S <= 0).all()
@@ -257,16 +280,16 @@ def test_logprobs_are_of_the_raw_distribution(
 
 @given(rows_of.filter(lambda rows: len(rows) > 1), st.integers(0, 10**6), st.data())
 def test_a_row_that_is_not_finite_says_so_and_hurts_nobody(
-    rows: list[tuple[float, int, float, int, int]], seed: int, data: st.DataObject
+    rows: list[tuple[float, int, float, float, int, int]], seed: int, data: st.DataObject
 ) -> None:
     columns = list(map(list, zip(*rows, strict=True)))
     logits = logits_of(seed, len(rows), 29)
-    token_S, logprob_S = draw(logits, *columns)
+    token_S, logprob_S = sample(logits, *columns)
     ill = data.draw(st.integers(0, len(rows) - 1))
     hurt = logits.clone()
     places = data.draw(st.sets(st.integers(0, 28), min_size=1))
     hurt[ill, list(places)] = data.draw(st.sampled_from((NAN, INF, -INF)))
-    again, logprobs = draw(hurt, *columns)
+    again, logprobs = sample(hurt, *columns)
     others = [i for i in range(len(rows)) if i != ill]
     assert logprobs[ill].isnan()
     assert 0 <= again[ill] < 29
@@ -278,5 +301,35 @@ def test_arguments_are_left_alone() -> None:
     """A pure function: the logits are the graph's, and may be read again."""
     logits = logits_of(3, 4, 20)
     kept = logits.clone()
-    draw(logits, 0.5, top_k=5, top_p=0.5)
+    sample(logits, 0.5, top_k=5, top_p=0.5)
     assert torch.equal(logits, kept)
+
+
+@given(
+    st.integers(0, 10**6),
+    st.lists(st.floats(0.0, 1.0) | st.sampled_from((0.1, 0.5, 1.0)), min_size=1, max_size=4),
+)
+def test_min_p_is_transformers(seed: int, ps: list[float]) -> None:
+    """Behind a top-k too, where most tokens are gone; 1.0 leaves the likeliest alone (SL-09)."""
+    logits = keep_top_k(logits_of(seed, len(ps), 23), torch.full((len(ps),), 9))
+    mine = keep_min_p(logits, torch.tensor(ps, dtype=torch.float32))
+    for row, p in enumerate(ps):
+        want = MinPLogitsWarper(float(np.float32(p)))(None, logits[row : row + 1])
+        assert torch.equal(mine[row : row + 1], want)
+
+
+def test_the_likeliest_tokens_and_their_logprobs() -> None:
+    """SL-08: over the whole vocabulary probabilities sum to 1; the first k are the k largest."""
+    logits = logits_of(5, 6, 50)
+    ids, logprobs = likeliest(logits, 50)
+    assert torch.allclose(logprobs.exp().sum(-1), torch.ones(6), rtol=0, atol=1e-5)
+    assert torch.equal(ids.sort(-1).values, torch.arange(50).expand(6, 50))
+    few, first = likeliest(logits, 3)
+    assert torch.equal(first, logprobs[:, :3])
+    assert torch.equal(few, logits.argsort(-1, descending=True)[:, :3])
+    assert likeliest(logits, 0)[0].shape == (6, 0)
+
+
+def test_a_place_without_an_id_has_no_score() -> None:
+    logits = logits_of(6, 2, 9)
+    assert score(logits, torch.tensor([-1, 3])).isnan().tolist() == [True, False]

@@ -6,6 +6,7 @@ block, a stale prefix hit, a lost token or a mixed-up adapter changes the output
 value: old ones stay valid, which the real one's do not.
 """
 
+import json
 import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,16 +15,20 @@ from typing import Any
 import numpy as np
 from blake3 import blake3
 from immutables import Map
+from torch import Tensor
 
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
+from purestep.engine.extras import edits_of
 from purestep.engine.schedule import schedule
 from purestep.engine.step import drop_blobs
 from purestep.state.adapters import Residence
+from purestep.state.canonical import to_plain
 from purestep.state.engine import EngineState
-from purestep.state.plan import Outputs, StepPlan, StepResult
+from purestep.state.plan import HiddenRow, LogitEdits, Outputs, ScoredRow, StepPlan, StepResult
 from purestep.state.pytree import tree
-from purestep.state.request import SamplingParams, frozen
+from purestep.state.request import RequestState, frozen
+from purestep.state.scores import Scores
 
 Place = tuple[int, int]  # block, offset
 TORN = b"torn"  # what a failed step leaves behind
@@ -49,30 +54,62 @@ def cell_after(context: Sequence[bytes], version: str | None, token: int) -> byt
 
 def draw(
     context: Sequence[bytes],
-    temperature: float,
-    top_k: int,
-    top_p: float,
+    knobs: tuple[float, int, float, float],
+    edits: LogitEdits | None,
     stream: int,
     position: int,
     vocab_size: int,
 ) -> tuple[int, float]:
-    """(token, logprob): a hash of the visible cells; of the noise's key too unless greedy."""
-    key = struct.pack("<fif", temperature, top_k, top_p)
-    if temperature > 0:
+    """(token, logprob): a hash of the visible cells and of the row's edits; of the noise's key too
+    unless greedy. `knobs` are temperature, top_k, top_p and min_p."""
+    key = struct.pack("<fiff", *knobs) + _edit_key(edits)
+    if knobs[0] > 0:
         key += struct.pack("<Qq", stream, position)
     number = int.from_bytes(blake3(b"".join((*context, key))).digest(8), "little")
+    banned = set() if edits is None else set(edits.banned_E.tolist())
+    while number % vocab_size in banned:
+        number += 1
     return number % vocab_size, -float(number % 997) / 128
 
 
+def _edit_key(edits: LogitEdits | None) -> bytes:
+    """The edits but for the row's place, and bans of end tokens, which `draw` obeys."""
+    if edits is None:
+        return b""
+    plain = to_plain(replace(edits, place=0, banned_E=frozen(())))
+    return json.dumps(plain, sort_keys=True).encode()
+
+
 def next_token(
-    tokens: Sequence[int], version: str | None, sampling: SamplingParams, stream: int, vocab: int
+    config: Config,
+    tokens: Sequence[int],
+    version: str | None,
+    record: RequestState,
 ) -> tuple[int, float]:
-    """The law's right side: what `tokens` alone, with infinite memory and no cache, go on with."""
+    """The law's right side: what `tokens` alone, with infinite memory and no cache, go on with.
+
+    `record` says how they are drawn: its sampling parameters, stream and generated tokens.
+    """
     context: list[bytes] = []
     for token in tokens:
         context.append(cell_after(context, version, token))
-    knobs = (sampling.temperature, sampling.top_k, sampling.top_p)
-    return draw(context, *knobs, stream, len(tokens), vocab)
+    s = record.request.sampling
+    knobs = (s.temperature, s.top_k, s.top_p, s.min_p)
+    edits = edits_of(config, record, 0)
+    return draw(context, knobs, edits, record.stream, len(tokens), config.model.vocab_size)
+
+
+def scores_of(context: Sequence[bytes], target: int, num_tops: int) -> tuple[float, list[int]]:
+    """(logprob, likeliest ids) of the token behind a context."""
+    digest = blake3(b"".join(context)).digest(8 + num_tops)
+    logprob = -float((int.from_bytes(digest[:8], "little") + target) % 997) / 128
+    return logprob, list(digest[8:])
+
+
+def state_of(context: Sequence[bytes], layer: int) -> float:
+    """The one hidden value a layer has behind a context."""
+    key = struct.pack("<i", layer)
+    return float(int.from_bytes(blake3(b"".join((*context, key))).digest(3), "little"))
 
 
 def execute(
@@ -82,17 +119,56 @@ def execute(
     device = _prepared(device, plan, blobs)
     versions = [_version_read(device, plan, row) for row in range(len(plan.row_ids))]
     with device.cells.mutate() as cells:
+        tokens_T = _tokens_read(plan, blobs)
         for row, version in enumerate(versions):
-            for place, token, position in _window(config, plan, row):
+            for place, token, position in _window(config, plan, row, tokens_T):
                 context = _visible(config, cells, plan.tables[row], position)
                 cells[place] = cell_after(context, version, token)
         news = [_drawn(config, cells, plan, row, s) for s, row in enumerate(_sampled(plan))]
+        scored = [_scored(config, cells, plan, row) for row in plan.scored]
+        hidden = [_hidden(config, cells, plan, row) for row in plan.hidden]
         written = cells.finish()
+    tops = np.flatnonzero(plan.sampling.num_tops_S >= 0).tolist()
     result = StepResult(
         token_S=frozen([token for token, _ in news]),
         logprob_S=frozen([logprob for _, logprob in news], np.float32),
+        tops=tuple(_tops(news[s], int(plan.sampling.num_tops_S[s])) for s in tops),
+        scored=tuple(scored),
+        hidden=tuple(hidden),
     )
     return replace(device, cells=written), result
+
+
+def _tops(news: tuple[int, float], num_tops: int) -> Scores:
+    """Ids that tell from which draw they come."""
+    token, logprob = news
+    return Scores(
+        logprob_N=frozen([logprob], np.float32),
+        top_id_NK=frozen([[token + k for k in range(num_tops)]]),
+        top_logprob_NK=frozen([[logprob] * num_tops], np.float32),
+    )
+
+
+def _scored(config: Config, cells: Mapping[Place, bytes], plan: StepPlan, row: ScoredRow) -> Scores:
+    first = int(plan.start_R[row.row]) + row.first + 1
+    found = []
+    for i, target in enumerate(row.target_N.tolist()):
+        context = _visible(config, cells, plan.tables[row.row], first + i)
+        found.append(scores_of(context, target, row.num_tops))
+    return Scores(
+        logprob_N=frozen([logprob for logprob, _ in found], np.float32),
+        top_id_NK=frozen([ids for _, ids in found]),
+        top_logprob_NK=frozen(np.zeros((len(found), row.num_tops)), np.float32),
+    )
+
+
+def _hidden(
+    config: Config, cells: Mapping[Place, bytes], plan: StepPlan, row: HiddenRow
+) -> np.ndarray:
+    start = int(plan.start_R[row.row])
+    ends = range(start + row.first + 1, start + int(plan.count_R[row.row]) + 1)
+    seen = [_visible(config, cells, plan.tables[row.row], end) for end in ends]
+    return frozen([[[state_of(c, layer)] for c in seen] for layer in row.layers], np.float32)
 
 
 def tear(config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> ToyDevice:
@@ -100,7 +176,7 @@ def tear(config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, 
     device = _prepared(device, plan, blobs)
     with device.cells.mutate() as cells:
         for row in range(len(plan.row_ids)):
-            for place, _, _ in _window(config, plan, row):
+            for place, _, _ in _window(config, plan, row, plan.tokens_T):
                 cells[place] = TORN
         return replace(device, cells=cells.finish())
 
@@ -145,14 +221,32 @@ def _version_at(device: ToyDevice, place: Residence) -> str:
     return parts[0][0]
 
 
-def _window(config: Config, plan: StepPlan, row: int) -> Iterator[tuple[Place, int, int]]:
+def _tokens_read(plan: StepPlan, blobs: Mapping[str, Any]) -> np.ndarray:
+    """The plan's ids, and in place of an embedding a number that tells which it is."""
+    tokens_T = plan.tokens_T.astype(np.int64)
+    for span in plan.embedded:
+        assert (tokens_T[span.index_E] == -1).all()
+        rows = blobs[span.blob][span.first_row : span.first_row + len(span.index_E)]
+        tokens_T[span.index_E] = [embedding_number(row) for row in rows]
+    assert (tokens_T != -1).all(), "an embedding was forgotten"
+    return tokens_T
+
+
+def embedding_number(row_D: Tensor) -> int:
+    """What the toy reads in place of an id; below -1."""
+    return -2 - int.from_bytes(blake3(row_D.numpy().tobytes()).digest(4), "little")
+
+
+def _window(
+    config: Config, plan: StepPlan, row: int, tokens_T: np.ndarray
+) -> Iterator[tuple[Place, int, int]]:
     """(place, token, position) of each token the row computes in this step."""
     first, start = int(plan.count_R[:row].sum()), int(plan.start_R[row])
     for i in range(int(plan.count_R[row])):
         position = start + i
         block = int(plan.tables[row][position // config.block_size])
         place = (block, position % config.block_size)
-        yield place, int(plan.tokens_T[first + i]), position
+        yield place, int(tokens_T[first + i]), position
 
 
 def _visible(
@@ -173,11 +267,12 @@ def _drawn(
     end = int(plan.start_R[row]) + int(plan.count_R[row])
     rows = plan.sampling
     assert int(rows.position_S[s]) == end
+    columns = (rows.temperature_S, rows.top_k_S, rows.top_p_S, rows.min_p_S)
+    edits = [e for e in rows.edits if e.place == s]
     return draw(
         _visible(config, cells, plan.tables[row], end),
-        float(rows.temperature_S[s]),
-        int(rows.top_k_S[s]),
-        float(rows.top_p_S[s]),
+        tuple(column[s].item() for column in columns),
+        edits[0] if edits else None,
         int(rows.stream_S[s]),
         end,
         config.model.vocab_size,

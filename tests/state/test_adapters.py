@@ -43,7 +43,8 @@ from purestep.state.adapters import (
 )
 from purestep.state.canonical import to_plain
 from purestep.state.errors import AdapterError, UnknownAdapterError
-from purestep.state.request import FinishReason, Request, SamplingParams
+from purestep.state.request import FinishReason, Request
+from purestep.state.sampling import SamplingParams
 
 NAMES = ("a", "b", "c", "d")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 17, "v5": 32, "v6": 1}

@@ -27,7 +27,8 @@ from purestep.state.blocks import BlockDraft, BlockLedger, check_blocks, empty_b
 from purestep.state.engine import EngineState, HostState
 from purestep.state.hashing import block_digests
 from purestep.state.plan import StepPlan, StepResult
-from purestep.state.request import Request, SamplingParams, frozen
+from purestep.state.request import Request, frozen
+from purestep.state.sampling import SamplingParams
 
 
 def content(ledger: BlockLedger) -> object:

@@ -26,7 +26,8 @@ from purestep.state.canonical import TREES, digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState
 from purestep.state.errors import SnapshotError
 from purestep.state.plan import BatchDescriptor
-from purestep.state.request import FinishReason, Request, SamplingParams, frozen
+from purestep.state.request import FinishReason, Request, frozen
+from purestep.state.sampling import SamplingParams
 
 events = st.lists(st.integers(0, 10**6), max_size=40)
 

@@ -15,6 +15,7 @@ from typing import Any
 import hypothesis.strategies as st
 import numpy as np
 import pytest
+import torch
 from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
@@ -33,18 +34,28 @@ from purestep.engine.adapters import (
     register_adapter,
     unpin_adapter,
 )
+from purestep.engine.config import Config
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
-from purestep.simulation.device import next_token, tear, toy_step
-from purestep.simulation.world import EOS, TABLE, VOCAB, loaded, toy_config, toy_state
+from purestep.simulation.device import (
+    cell_after,
+    embedding_number,
+    next_token,
+    scores_of,
+    state_of,
+    tear,
+    toy_step,
+)
+from purestep.simulation.world import EOS, TABLE, loaded, toy_config, toy_state
 from purestep.state.adapters import pinned_versions
 from purestep.state.canonical import digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState, check_host, progress
 from purestep.state.errors import AdapterError, RequestError, UnknownAdapterError
 from purestep.state.hashing import random_stream, request_seed
 from purestep.state.plan import Outputs, StepPlan
-from purestep.state.request import Completion, FinishReason, Request, SamplingParams
+from purestep.state.request import Completion, FinishReason, Request, RequestState, frozen
+from purestep.state.sampling import SamplingParams
 
 NAMES = ("sql", "chat", "fr")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}
@@ -59,35 +70,69 @@ class Told:
     version: str | None
     seed: int
     bound: bool
+    index: int = 0
     path: tuple[int, ...] = ()
     branches: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    streamed: str = ""
+
+    @property
+    def prompt(self) -> list[int]:
+        """Ids, and the toy's numbers of the embeddings between them."""
+        embeds = self.request.prompt_embeds
+        tokens = list(self.request.tokens) or [-1] * len(embeds)
+        rows = iter(() if embeds is None else embeds)
+        return [embedding_number(next(rows)) if t == -1 else t for t in tokens]
 
     @property
     def sequence(self) -> list[int]:
-        return [*map(int, self.request.tokens), *self.tokens]
+        return [*self.prompt, *self.tokens]
 
     @property
     def text(self) -> bytes:
         return TABLE.join(np.array(self.tokens, np.int32))
 
 
-def expected_token(told: Told) -> tuple[int, float]:
-    stream = random_stream(told.seed, 0, told.path)
-    return next_token(told.sequence, told.version, told.request.sampling, stream, VOCAB)
+def expected_token(config: Config, told: Told, record: RequestState) -> tuple[int, float]:
+    """`record` is the engine's, for the checked form of the parameters alone."""
+    stream = random_stream(told.seed, told.index, told.path)
+    alone = replace(record, generated=frozen(told.tokens), stream=stream)
+    return next_token(config, told.sequence, told.version, alone)
 
 
 def expected_end(told: Told, max_context: int) -> tuple[FinishReason, str | int | None] | None:
     """Why the request must end with its newest token; None while it must go on."""
     sampling, token = told.request.sampling, told.tokens[-1]
-    found = [(at, -len(s), s) for s in sampling.stop if (at := told.text.find(s.encode())) >= 0]
-    if found:
-        return FinishReason.STOP, min(found)[2]
+    if len(told.tokens) >= sampling.min_tokens and (found := newest_stop(told)):
+        return FinishReason.STOP, found[2]
     if token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos):
         return FinishReason.STOP, token
     full = len(told.tokens) == sampling.max_tokens or len(told.sequence) == max_context
     return (FinishReason.LENGTH, None) if full else None
+
+
+def newest_stop(told: Told) -> tuple[int, int, str] | None:
+    """(where it begins, ...) of the first stop string that ends within the newest token."""
+    text, before = told.text, len(TABLE.join(np.array(told.tokens[:-1], np.int32)))
+    found = [
+        (at, -len(stop.encode()), stop)
+        for stop in told.request.sampling.stop
+        for at in range(len(text))
+        if text.startswith(stop.encode(), at) and at + len(stop.encode()) > before
+    ]
+    return min(found, default=None)
+
+
+def expected_text(told: Told, completion: Completion) -> str:
+    """All of it, but for what a stop cuts off."""
+    text, keeps = told.text, told.request.sampling.include_stop
+    if isinstance(completion.stop, str):
+        at, _, stop = newest_stop(told)
+        text = text[: at + len(stop.encode()) * keeps]
+    elif isinstance(completion.stop, int) and not keeps:
+        text = TABLE.join(np.array(told.tokens[:-1], np.int32))
+    return text.decode(errors="replace")
 
 
 PROMPTS = ((1, 3, 4, 5, 1, 3, 5, 6, 3, 3, 0, 1, 4, 5, 6, 7, 10, 0), (1, 3, 4, 5, 0, 0, 0, 0, 1, 1))
@@ -97,14 +142,44 @@ prompts = st.builds(
     st.integers(1, 18),
     st.sampled_from((5, 5, 9)),
 )
+drawn = {
+    "temperature": st.just(0.7),
+    "top_k": st.sampled_from((0, 3)),
+    "min_p": st.sampled_from((0.0, 0.1)),
+    "n": st.sampled_from((1, 1, 3)),
+}
+common = {
+    "seed": st.sampled_from((None, 0, 2**64 - 1)),
+    "max_tokens": st.integers(1, 14),
+    "stop": st.sampled_from(((), (), ("aba",), ("é", "ab"))),
+    "stop_ids": st.sampled_from(((), (), (7, 10))),
+    "ignore_eos": st.booleans(),
+}
+rare = {
+    "min_tokens": st.integers(0, 1) | st.integers(0, 3),
+    "include_stop": st.booleans(),
+    "stream": st.booleans(),
+    "logprobs": st.sampled_from((None, 0, 2)),
+    "prompt_logprobs": st.sampled_from((None, None, 0, 2)),
+    "repetition_penalty": st.sampled_from((1.0, 1.5)),
+    "presence_penalty": st.sampled_from((0.0, 0.5)),
+    "frequency_penalty": st.sampled_from((0.0, -0.5)),
+    "logit_bias": st.sampled_from(((), {3: 2.0, 1: -1.0})),
+    "banned_ids": st.sampled_from(((), (5, 4))),
+    "allowed_ids": st.sampled_from((None, (1, 3))),
+}
+
+
+def sampling_params(fields: dict[str, Any]) -> SamplingParams:
+    fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
+    return SamplingParams(**{"temperature": 0.0} | fields)
+
+
 samplings = st.builds(
-    SamplingParams,
-    temperature=st.sampled_from((0.0, 0.0, 0.7)),
-    seed=st.sampled_from((None, 0, 2**64 - 1)),
-    max_tokens=st.integers(1, 14),
-    stop=st.sampled_from(((), (), ("aba",), ("é", "ab"))),
-    stop_ids=st.sampled_from(((), (), (7, 10))),
-    ignore_eos=st.booleans(),
+    sampling_params,
+    st.fixed_dictionaries(common, optional=rare)
+    | st.fixed_dictionaries(common | drawn, optional=rare)
+    | st.just({"max_tokens": 0, "prompt_logprobs": 1}),
 )
 
 words = st.fixed_dictionaries(
@@ -113,8 +188,20 @@ words = st.fixed_dictionaries(
         "adapter": st.sampled_from((None, *NAMES, *NAMES, "nobody")),
         "salt": st.sampled_from((None, None, "x", "sql")),
         "sampling": samplings,
+        "hidden_layers": st.sampled_from(((), (), (0,), (-1, 0))),
+        "prompt_embeds": st.none() | st.none() | st.integers(1, 9),
     }
 )
+
+
+def with_embeds(chosen: dict[str, Any]) -> dict[str, Any]:
+    """In place of a number of embeddings, those; some prompts hold ids between them."""
+    count = chosen["prompt_embeds"]
+    if count is None:
+        return chosen
+    tokens = [-1] * count + list(chosen["tokens"][:3]) if count % 2 else []
+    rows = torch.arange(8 * count).view(count, 8) // 8 % 3  # a few different ones
+    return chosen | {"prompt_embeds": rows.float(), "tokens": tokens}
 
 
 class HostMachine(RuleBasedStateMachine):
@@ -157,19 +244,22 @@ class HostMachine(RuleBasedStateMachine):
     def submit(self, several: list[dict[str, Any]]) -> None:
         for chosen in several:
             self.number += 1
-            self.submit_one(Request(id=f"r{self.number}", **chosen))
+            self.submit_one(Request(id=f"r{self.number}", **with_embeds(chosen)))
 
     def submit_one(self, request: Request) -> None:
         name, given = request.adapter, request.sampling.seed
         known = {*self.bound, *self.state.host.adapters.sources, None}
-        blocks = -(-(len(request.tokens) + 1) // self.config.block_size)
+        length = len(request.tokens) or len(request.prompt_embeds)
+        blocks = -(-(length + (request.sampling.max_tokens > 0)) // self.config.block_size)
         if name not in known or blocks > self.config.num_blocks:
             self.refused(RequestError, lambda: submit(self.state, request))
             return
         self.state = submit(self.state, request)
         seed = request_seed(self.config.seed, request.id) if given is None else given
         bound = name is None or name in self.bound
-        self.live[request.id] = Told(request, self.bound.get(name), seed, bound)
+        for index in range(request.sampling.n):
+            key = f"{request.id}#{index}" if index else request.id
+            self.live[key] = Told(request, self.bound.get(name), seed, bound, index=index)
         self.refused(RequestError, lambda: submit(self.state, request))
 
     @rule(times=st.integers(1, 6))
@@ -181,9 +271,11 @@ class HostMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def abort(self, data: st.DataObject) -> None:
         request_id = data.draw(st.sampled_from(sorted(self.state.host.requests)))
-        told = self.live.pop(request_id)
-        so_far = progress(self.state.host, request_id)
-        assert so_far.generated.tolist() == told.tokens
+        samples = [k for k, told in self.live.items() if request_id in (k, told.request.id)]
+        for key in samples:
+            told = self.live.pop(key)
+            if key in self.state.host.requests:
+                assert progress(self.state.host, key).generated.tolist() == told.tokens
         self.state = abort(self.state, request_id)
 
     @precondition(lambda self: self.state.host.requests)
@@ -269,30 +361,37 @@ class HostMachine(RuleBasedStateMachine):
             outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
         ):
             told = self.live[request_id]
-            assert (token, logprob) == expected_token(told), f"{request_id} went astray"
+            expected = expected_token(self.config, told, before.host.requests[request_id])
+            assert (token, logprob) == expected, f"{request_id} went astray"
             told.tokens.append(token)
             told.logprobs.append(logprob)
+        for key, text in outputs.texts:
+            self.live[key].streamed += text
+            assert text
         self.heard(outputs)
 
     def heard(self, outputs: Outputs) -> None:
-        ended = {c.id: c for c in outputs.finished}
+        ended = {c.key: c for c in outputs.finished}
         assert len(ended) == len(outputs.finished), "a request ended twice"
         for request_id in outputs.ids:
             due = expected_end(self.live[request_id], self.config.max_context)
             assert (due is None) == (request_id not in ended), f"{request_id}: {due}"
-        for completion in outputs.finished:
-            self.check_completion(completion, completion.id in outputs.ids)
-            del self.live[completion.id]
+        for key, completion in ended.items():
+            self.check_completion(completion, key in outputs.ids)
+            check_extras(completion, self.live.pop(key))
 
     def check_completion(self, completion: Completion, has_news: bool) -> None:
-        told = self.live[completion.id]
+        told = self.live[completion.key]
         assert completion.tokens.tolist() == told.tokens
         assert completion.logprobs.tolist() == told.logprobs
-        assert completion.num_prompt_tokens == len(told.request.tokens)
-        assert completion.num_cached_tokens < len(told.request.tokens) or told.tokens
+        assert completion.num_prompt_tokens == len(told.prompt)
+        assert completion.num_cached_tokens < len(told.prompt) or told.tokens
         if has_news:
             due = expected_end(told, self.config.max_context)
             assert (completion.finish_reason, completion.stop) == due
+            assert completion.text == expected_text(told, completion)
+        elif completion.finish_reason == FinishReason.LENGTH:
+            assert told.request.sampling.max_tokens == 0
         elif completion.finish_reason == FinishReason.CAPACITY:
             needed = -(-len(told.sequence) // self.config.block_size)
             assert needed > self.config.num_blocks, "the pool could have held it"
@@ -323,9 +422,10 @@ class HostMachine(RuleBasedStateMachine):
         if not hasattr(self, "state"):
             return
         check_host(self.state.host, self.config.block_size)
-        assert set(self.state.blobs) == set(self.state.host.adapters.registered)
         host = self.state.host
-        assert sorted([*host.requests, *(c.id for c in host.ended)]) == sorted(self.live)
+        prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
+        assert set(self.state.blobs) == {*host.adapters.registered, *prompts}
+        assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
         self.kept.append((self.state.host, digest(self.state.host)))
 
     def teardown(self) -> None:
@@ -355,6 +455,35 @@ class HostMachine(RuleBasedStateMachine):
                 if name in self.state.host.adapters.names:
                     self.load_came_out(name, self.state.host.adapters.names[name])
         raise AssertionError(f"after {STEPS_TO_DRAIN} steps these still live: {sorted(self.live)}")
+
+
+def check_extras(completion: Completion, told: Told) -> None:
+    """Texts, scores and hidden states of a request that ended, whatever happened on the way."""
+    sampling, prompt = told.request.sampling, told.prompt
+    if sampling.stream and completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
+        assert told.streamed == completion.text
+    assert completion.text.startswith(told.streamed)
+    if sampling.logprobs is None:
+        assert completion.top_ids is None
+    else:
+        wanted = [[t + k for k in range(sampling.logprobs)] for t in told.tokens]
+        assert completion.top_ids.tolist() == wanted
+    if completion.finish_reason in (FinishReason.CAPACITY, FinishReason.ERROR):
+        return
+    contexts: list[list[bytes]] = [[]]
+    for token in told.sequence:
+        contexts.append([*contexts[-1], cell_after(contexts[-1], told.version, token)])
+    if sampling.prompt_logprobs is not None and told.index == 0:
+        scores = [
+            scores_of(context, max(token, -1), sampling.prompt_logprobs)
+            for context, token in zip(contexts[1:], prompt[1:], strict=False)
+        ]
+        assert completion.prompt_logprobs.tolist()[1:] == [logprob for logprob, _ in scores]
+        assert completion.prompt_top_ids.tolist()[1:] == [ids for _, ids in scores]
+    for layer in told.request.hidden_layers:
+        read = contexts[1 : len(prompt) + max(len(told.tokens) - 1, 0) + 1]
+        wanted = [[state_of(context, layer)] for context in read]
+        assert completion.hidden_states[layer].tolist() == wanted
 
 
 def check_plan(before: EngineState, plan: StepPlan) -> None:

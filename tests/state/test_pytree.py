@@ -11,11 +11,21 @@ import torch.utils._pytree as pytree
 from hypothesis import given
 from hypothesis import strategies as st
 
-from purestep.state import adapters, batch, blocks, encoder, engine, plan, request
+from purestep.state import (
+    adapters,
+    batch,
+    blocks,
+    encoder,
+    engine,
+    plan,
+    request,
+    sampling,
+    scores,
+)
 from purestep.state.canonical import TREES
 from purestep.state.pytree import static, tree
 
-MODULES = (adapters, batch, blocks, encoder, engine, plan, request)
+MODULES = (adapters, batch, blocks, encoder, engine, plan, request, sampling, scores)
 
 
 @tree

@@ -1,6 +1,6 @@
 """What a request may say: typed refusals that name field, value and limit; nothing half-accepted.
 
-Cases SC-01, SC-05, SC-06, SL-05, SL-09, LS-04, AU-05, BC-09.
+Cases SC-01, SC-05, SC-06, SL-05, SL-08, SL-09, LS-04, AU-01, AU-03, AU-05, AU-06, BC-09.
 """
 
 from dataclasses import fields
@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from purestep.engine.requests import submit
+from purestep.engine.requests import abort, submit
 from purestep.simulation.device import toy_step
 from purestep.simulation.world import VOCAB, toy_config, toy_state
 from purestep.state.canonical import digest
@@ -20,10 +20,12 @@ from purestep.state.request import (
     Completion,
     FinishReason,
     Request,
-    SamplingParams,
-    check_sampling,
     checked_tokens,
+    for_adapters,
+    logprob_dicts,
+    prompt_logprob_dicts,
 )
+from purestep.state.sampling import SamplingParams, check_sampling
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # an int that no float can hold
@@ -47,8 +49,69 @@ SAMPLING: dict[str, tuple[list[tuple[Any, str]], list[Any]]] = {
         [None, 0, 2**63, 2**64 - 1],
     ),
     "max_tokens": (
-        [(v, "at least 1") for v in (0, -1, 1.0, "3", None, True)],
+        [(v, "at least 1, or 0 to score") for v in (-1, 1.0, "3", None, True)],
         [1, 2**31, 2**40],
+    ),
+    "min_p": (
+        [(v, "at least 0 and at most 1") for v in (-1e-9, 1.0001, NAN, INF, "0.5", None)],
+        [0, 0.0, 1e-12, 0.5, 1],
+    ),
+    "repetition_penalty": (
+        [(v, "above 0 and at most") for v in (0, 0.0, -1, NAN, INF, 1e7, "1", None)],
+        [1e-6, 0.5, 1, 1.5, 1e6],
+    ),
+    "presence_penalty": (
+        [(v, "must be a number in") for v in (NAN, INF, -INF, 1e7, "1", None)],
+        [-2, 0, 0.5, 1e6],
+    ),
+    "frequency_penalty": (
+        [(v, "must be a number in") for v in (NAN, INF, -INF, 1e7, "1", None)],
+        [-2, 0, 0.5, 1e6],
+    ),
+    "logit_bias": (
+        [
+            *[(v, f"map ids in 0..{VOCAB - 1} to numbers") for v in ({VOCAB: 5.0}, {-1: 5.0})],
+            *[(v, "map ids") for v in ({"a": 1.0}, 5, None, "ab", ((1, 2.0), (1, 3.0)), {True: 1})],
+            *[(v, "each must be -inf or") for v in ({3: NAN}, {3: INF}, {3: "x"}, {3: 1e7})],
+        ],
+        [{}, {3: 5}, {3: -INF, 0: -1e6}, ((3, 1.0),), [(3, 1.0)]],
+    ),
+    "allowed_ids": (
+        [
+            *[(v, f"in 0..{VOCAB - 1}") for v in ((-1,), (VOCAB,), (1.0,), ("a",), "3", 5)],
+            ((), "at least 1 id"),
+        ],
+        [None, (3,), [3, 3, 1], tuple(range(VOCAB))],
+    ),
+    "banned_ids": (
+        [(v, f"in 0..{VOCAB - 1}") for v in ((-1,), (VOCAB,), (1.0,), ("a",), None)],
+        [(), (3,), [3, 3], np.array([1])],
+    ),
+    "processor": ([(v, "the program has []") for v in ("mine", 5, b"x")], [None]),
+    "processor_args": (
+        [
+            (v, "tuple of None, bool, int")
+            for v in ([1], ({},), (np.int64(1),), ("\ud800",), 5, None)
+        ],
+        [()],
+    ),
+    "n": ([(v, "in 1..1024") for v in (0, -1, 1025, 1.0, True, None)], [1, 3]),
+    "min_tokens": (
+        [
+            *[(v, "at least 0") for v in (-1, 1.0, True, None)],
+            (257, "max_tokens=256"),
+        ],
+        [0, 3, 256],
+    ),
+    "include_stop": ([(v, "True or False") for v in (None, 1, "no")], [False, True]),
+    "stream": ([(v, "True or False") for v in (None, 1, "no")], [False, True]),
+    "logprobs": (
+        [(v, f"None or in 0..{VOCAB}") for v in (-1, VOCAB + 1, 1.0, True, "3")],
+        [None, 0, 1, 5, VOCAB],
+    ),
+    "prompt_logprobs": (
+        [(v, f"None or in 0..{VOCAB}") for v in (-1, VOCAB + 1, 1.0, True, "3")],
+        [None, 0, 1, 5, VOCAB],
     ),
     "stop": (
         [(v, "non-empty strings") for v in ("", "a", ("",), ("a", ""), (1,), (b"a",), (None,))],
@@ -91,13 +154,24 @@ DOUBTFUL = [
 
 
 def with_field(name: str, value: Any) -> Request:
-    return Request(id="r7", tokens=[1, 3], sampling=SamplingParams(**{name: value}))
+    return with_fields(**{name: value})
+
+
+def with_fields(**fields: Any) -> Request:
+    return Request(id="r7", tokens=[1, 3], sampling=SamplingParams(**fields))
 
 
 def test_every_field_is_tested() -> None:
     """A new field needs rows here, and then it cannot be silently ignored (SL-09)."""
     assert {f.name for f in fields(SamplingParams)} == set(SAMPLING)
-    assert {f.name for f in fields(Request)} == {"id", "tokens", "adapter", "salt", "sampling"}
+    more = {"hidden_layers", "prompt_embeds"}
+    assert {f.name for f in fields(Request)} == {
+        "id",
+        "tokens",
+        "adapter",
+        "salt",
+        "sampling",
+    } | more
 
 
 REFUSED = [(n, v, w) for n, (bad, _) in SAMPLING.items() for v, w in bad]
@@ -107,7 +181,7 @@ ACCEPTED = [(n, v) for n, (_, good) in SAMPLING.items() for v in good]
 @pytest.mark.parametrize(("name", "value", "words"), REFUSED)
 def test_bad_sampling_is_refused_by_name_value_and_limit(name: str, value: Any, words: str) -> None:
     with pytest.raises(SamplingError) as caught:
-        check_sampling(with_field(name, value), VOCAB, has_text=True)
+        checked(with_field(name, value))
     assert str(caught.value).startswith(f"request 'r7': {name}={value!r}, but ")
     assert words in str(caught.value)
 
@@ -115,7 +189,7 @@ def test_bad_sampling_is_refused_by_name_value_and_limit(name: str, value: Any, 
 @pytest.mark.parametrize(("name", "value"), ACCEPTED)
 def test_what_is_accepted_works(name: str, value: Any) -> None:
     """Boundary values go through a step, and the state keeps its digest."""
-    check_sampling(with_field(name, value), VOCAB, has_text=True)
+    checked(with_field(name, value))
     assert runs(with_field(name, value))
 
 
@@ -138,21 +212,28 @@ def runs(request: Request) -> bool:
     with np.errstate(over="raise"):
         state, outputs = toy_step(state)
     digest(state.host)
-    return outputs.ids == (request.id,)
+    return request.id in outputs.ids
 
 
-@pytest.mark.parametrize(("name", "value"), [("top_k", 2), ("top_p", 0.5)])
+def checked(request: Request, has_text: bool = True) -> SamplingParams:
+    who = f"request {request.id!r}"
+    return check_sampling(request.sampling, who, vocab_size=VOCAB, has_text=has_text, processors=())
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("top_k", 2), ("top_p", 0.5), ("min_p", 0.1), ("n", 2)]
+)
 def test_greedy_refuses_what_would_have_no_effect(name: str, value: Any) -> None:
     request = Request(id="r7", tokens=[1], sampling=SamplingParams(temperature=0, **{name: value}))
     with pytest.raises(SamplingError, match=f"{name}=.*temperature=0 is greedy"):
-        check_sampling(request, VOCAB, has_text=True)
+        checked(request)
 
 
 def test_stop_strings_need_a_token_table() -> None:
     request = with_field("stop", ("a",))
     with pytest.raises(SamplingError, match=r"stop=\('a',\), but .*no token table.*stop_ids"):
-        check_sampling(request, VOCAB, has_text=False)
-    check_sampling(with_field("stop_ids", (3,)), VOCAB, has_text=False)
+        checked(request, has_text=False)
+    checked(with_field("stop_ids", (3,)), has_text=False)
 
 
 BAD_PROMPTS = [
@@ -254,18 +335,114 @@ def test_any_text_may_be_a_salt(salt: str) -> None:
     assert runs(Request(id="r", tokens=[1], salt=salt))
 
 
-@pytest.mark.parametrize("adapter", ["", "nobody", 5, ["a"], b"a"])
-def test_unknown_adapters_are_refused(adapter: Any) -> None:
+@pytest.mark.parametrize("adapter", ["", "nobody"])
+def test_unknown_adapters_are_refused(adapter: str) -> None:
     """LS-04."""
     with pytest.raises(UnknownAdapterError, match="request 'r': no adapter is called"):
         submit(toy_state(toy_config()), Request(id="r", tokens=[1], adapter=adapter))
+
+
+@pytest.mark.parametrize("adapter", [5, ["a", "b"], ("a", 0.5), {"a": 0.5}, b"a"])
+def test_several_adapters_and_strengths_are_refused_by_name(adapter: Any) -> None:
+    """AU-06."""
+    words = "one adapter's name or None; several adapters on one request, or a strength, are not"
+    with pytest.raises(RequestError, match=words):
+        submit(toy_state(toy_config()), Request(id="r", tokens=[1], adapter=adapter))
+
+
+def test_one_prompt_for_many_adapters() -> None:
+    """AU-06: what was prepared is shared; ids tell the adapters apart."""
+    request = Request(id="q", tokens=np.array([1, 3]), sampling=SamplingParams(max_tokens=3))
+    several = for_adapters(request, [None, "a", "b"])
+    assert [(r.id, r.adapter) for r in several] == [("q/", None), ("q/a", "a"), ("q/b", "b")]
+    assert all(r.tokens is request.tokens for r in several)
+
+
+@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 0), (0.5,), 3, None, "0"])
+def test_odd_hidden_layers_are_refused(layers: Any) -> None:
+    """AU-01: the toy has one layer, so 0 and 1 are there."""
+    with pytest.raises(RequestError, match=r"hidden_layers=.* must be different integers in -2..1"):
+        submit(toy_state(toy_config()), Request(id="r", tokens=[1], hidden_layers=layers))
+
+
+def test_scoring_alone_must_score_something() -> None:
+    nothing = SamplingParams(max_tokens=0)
+    with pytest.raises(RequestError, match=r"max_tokens=0 .* needs prompt_logprobs or hidden_lay"):
+        submit(toy_state(toy_config()), Request(id="r", tokens=[1], sampling=nothing))
+    with pytest.raises(SamplingError, match="n=2, but max_tokens=0 generates nothing"):
+        checked(with_fields(n=2, max_tokens=0, prompt_logprobs=0))
+    full = Request(
+        id="r", tokens=[1] * 28, sampling=SamplingParams(max_tokens=0, prompt_logprobs=0)
+    )
+    (completion,) = run_alone(full)  # a prompt that fills the context leaves room for no token
+    assert len(completion.prompt_logprobs) == 28
+    assert completion.tokens.tolist() == []
+
+
+GOOD_EMBEDS = torch.zeros(3, 8)
+BAD_EMBEDS = [
+    (torch.zeros(3, 7), (), r"floats of shape \[n, 8\], got \(3, 7\)"),
+    (torch.zeros(0, 8), (), r"floats of shape \[n, 8\], got \(0, 8\)"),
+    (torch.zeros(8), (), "floats of shape"),
+    (torch.zeros(3, 8, dtype=torch.int32), (), "floats of shape .* of torch.int32"),
+    ([[0.0] * 8], (), "must be a tensor or array"),
+    ("digest", (), "must be a tensor or array"),
+    (torch.full((3, 8), NAN), (), "hold NaN or infinity"),
+    (GOOD_EMBEDS, [1, 2], "has 3 rows, but tokens have 0 places"),
+    (GOOD_EMBEDS, [-1, 2, -1], "has 3 rows, but tokens have 2 places"),
+    (GOOD_EMBEDS, [-1, -2, -1], "token id -2 at position 1"),
+    (torch.zeros(28, 8), (), "a prompt of 28 tokens and one generated token exceed"),
+]
+
+
+@pytest.mark.parametrize(("embeds", "tokens", "words"), BAD_EMBEDS)
+def test_odd_embeddings_are_refused(embeds: Any, tokens: Any, words: str) -> None:
+    """AU-03: before any change."""
+    state = submit(toy_state(toy_config()), Request(id="other", tokens=[1]))
+    before = digest(state.host)
+    with pytest.raises(RequestError, match=words):
+        submit(state, Request(id="r7", tokens=tokens, prompt_embeds=embeds))
+    assert digest(state.host) == before
+    assert not state.blobs
+
+
+def test_logprobs_as_dictionaries() -> None:
+    """SL-08: the chosen token always, count + 1 entries at most, None for the first of a prompt."""
+    request = Request(id="r", tokens=[1, 3, 4], sampling=SamplingParams(logprobs=2, max_tokens=3))
+    (completion,) = run_alone(request)
+    for token, entry in zip(completion.tokens.tolist(), logprob_dicts(completion), strict=True):
+        assert token in entry
+        assert len(entry) <= 3
+    with pytest.raises(RequestError, match="prompt_logprobs were not asked for"):
+        prompt_logprob_dicts(completion, [1, 3, 4])
+    (plain,) = run_alone(Request(id="r", tokens=[1, 3, 4]))
+    assert [list(entry) for entry in logprob_dicts(plain)] == [[t] for t in plain.tokens.tolist()]
+    scored = SamplingParams(prompt_logprobs=1, max_tokens=0)
+    tokens = [1, -1, 4]
+    mixed = Request(id="r", tokens=tokens, prompt_embeds=torch.ones(1, 8), sampling=scored)
+    (completion,) = run_alone(mixed)
+    first, _, last = prompt_logprob_dicts(completion, tokens)
+    assert first is None
+    assert 4 in last
+
+
+def test_samples_live_under_names_of_their_own() -> None:
+    """SC-01 for n > 1; aborting a request ends all of its samples, naming one ends that one."""
+    three = SamplingParams(n=3)
+    state = submit(toy_state(toy_config()), Request(id="x", tokens=[1], sampling=three))
+    assert set(state.host.requests) == {"x", "x#1", "x#2"}
+    for taken in ("x", "x#1"):
+        with pytest.raises(RequestError, match=f"a live request has the id {taken!r}"):
+            submit(state, Request(id=taken, tokens=[1]))
+    assert set(abort(state, "x#1").host.requests) == {"x", "x#2"}
+    assert abort(toy_step(state)[0], "x").host.idle
 
 
 def test_an_id_is_free_again_once_its_request_has_ended() -> None:
     """SC-01."""
     once = SamplingParams(max_tokens=1)
     state = submit(toy_state(toy_config()), Request(id="x", tokens=[1], sampling=once))
-    with pytest.raises(RequestError, match="'x': a live request has this id"):
+    with pytest.raises(RequestError, match="'x': a live request has the id 'x'"):
         submit(state, Request(id="x", tokens=[3], sampling=once))
     state, first = toy_step(state)
     state, second = toy_step(submit(state, Request(id="x", tokens=[3], sampling=once)))

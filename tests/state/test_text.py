@@ -5,7 +5,7 @@ import numpy as np
 from hypothesis import example, given
 
 from purestep.state.request import frozen
-from purestep.state.text import TokenTable, decode, find_stop
+from purestep.state.text import TokenTable, decode, find_stop, tellable
 
 stops_of = st.lists(
     st.text(st.sampled_from("abé\U0001f600"), min_size=1, max_size=4), min_size=1, max_size=4
@@ -119,3 +119,34 @@ def test_tables_are_equal_by_content(one: list[bytes], two: list[bytes]) -> None
     assert (TokenTable(one) == TokenTable(two)) == (one == two)
     assert hash(TokenTable(one)) == hash(TokenTable(iter(one)))
     assert TokenTable(one) != one
+
+
+@given(pieces_of, stops_of | st.just(()))
+@example([b"\xc3", b"a", b"\xa9"], ())
+def test_text_is_told_in_whole_characters_and_never_taken_back(
+    parts: list[bytes], stops: tuple[str, ...]
+) -> None:
+    """SL-01, SL-03: what was told is always a prefix of the final text, which ends before the first
+    stop string; no replacement character but where the bytes are no text."""
+    text, told, start = b"", "", 0
+    for part in parts:
+        before, text = len(text), text + part
+        found = find_stop(text, before, stops)
+        if found is not None:
+            text = text[: found[0]]
+            break
+        end = tellable(text, start, stops)
+        assert start <= end <= len(text)
+        told, start = told + decode(text[start:end]), end
+        assert not any(text[start:].startswith(s.encode()) for s in stops)
+    assert decode(text).startswith(told)
+    assert told + decode(text[start:]) == decode(text)
+
+
+def test_half_a_character_is_held_back() -> None:
+    smile = "😀".encode()
+    assert [tellable(smile[:n], 0, ()) for n in range(5)] == [0, 0, 0, 0, 4]
+    assert tellable(b"ab" + smile[:2], 0, ()) == 2
+    assert tellable(b"xa", 0, ("ab",)) == 1
+    assert tellable(b"xab", 0, ("abc", "bc")) == 1
+    assert tellable(b"xac", 0, ("ab",)) == 3

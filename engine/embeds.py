@@ -1,0 +1,69 @@
+"""Prompts given as embeddings: checked, copied, and named by their digest."""
+
+from collections.abc import Sized
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import torch
+from blake3 import blake3
+from torch import Tensor
+
+from purestep.engine.config import Config
+from purestep.state.errors import RequestError
+from purestep.state.hashing import embeds_extra, framed
+from purestep.state.request import Request
+
+
+def take_embeds(config: Config, request: Request) -> tuple[Request, Tensor]:
+    """(the request with a digest in place of its embeddings, the rows to keep).
+
+    The rows are copied to the host in the engine's number format; a prompt without ids gets a -1
+    for each. Raises RequestError for another shape than [n, hidden size] and for values that are
+    not finite.
+    """
+    rows = _checked_rows(config, request)
+    name = blake3(framed("purestep/embeds/1", config.dtype.encode(), _bytes(rows))).hexdigest()
+    if isinstance(request.tokens, Sized) and not len(request.tokens):
+        request = replace(request, tokens=np.full(len(rows), -1))
+    return replace(request, prompt_embeds=name), rows
+
+
+def check_places(request: Request, rows: Tensor) -> None:
+    """Raises RequestError unless there is a place (an id of -1) for each row."""
+    places = int(np.count_nonzero(request.tokens == -1))
+    if places != len(rows):
+        raise RequestError(
+            f"request {request.id!r}: prompt_embeds has {len(rows)} rows, but tokens have "
+            f"{places} places for them (ids of -1)"
+        )
+
+
+def _checked_rows(config: Config, request: Request) -> Tensor:
+    who, D = f"request {request.id!r}", config.model.hidden_size
+    given: Any = request.prompt_embeds
+    if not isinstance(given, Tensor | np.ndarray):
+        raise RequestError(f"{who}: prompt_embeds must be a tensor or array, got {type(given)}")
+    rows = torch.as_tensor(given).detach()
+    if rows.dim() != 2 or rows.shape[1] != D or not len(rows) or not rows.is_floating_point():
+        raise RequestError(
+            f"{who}: prompt_embeds must be floats of shape [n, {D}], "
+            f"got {tuple(rows.shape)} of {rows.dtype}"
+        )
+    rows = rows.to("cpu", getattr(torch, config.dtype), copy=True).contiguous()
+    if not rows.isfinite().all():
+        raise RequestError(f"{who}: prompt_embeds hold NaN or infinity (in {config.dtype})")
+    return rows
+
+
+def block_extras(tokens: np.ndarray, rows: Tensor, block_size: int) -> tuple[bytes, ...]:
+    """What names the embeddings in each block of the prompt, a partial last one included."""
+    before = np.concatenate([[0], np.cumsum(tokens == -1)])  # embeddings before each position
+    starts = range(0, len(tokens), block_size)
+    ends = [min(start + block_size, len(tokens)) for start in starts]
+    spans = [(before[a], before[b]) for a, b in zip(starts, ends, strict=True)]
+    return tuple(embeds_extra(_bytes(rows[a:b])) for a, b in spans)
+
+
+def _bytes(rows: Tensor) -> bytes:
+    return rows.contiguous().view(torch.uint8).numpy().tobytes()

@@ -1,0 +1,134 @@
+"""Which rows a step's tokens end, and why; and the text that people get to see.
+
+S rows that drew a token.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from purestep.engine.config import Config
+from purestep.state.engine import HostState, Rows, completed_record, completion
+from purestep.state.plan import StepResult
+from purestep.state.request import Completion, FinishReason, RequestState
+from purestep.state.text import decode, find_stop, tellable
+
+_NOT_FINITE = "the model's logits are not finite (NaN or infinite weights or activations)"
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """How a row ends. `text` is the whole text where a stop string cut it."""
+
+    reason: FinishReason
+    stop: str | int | None = None
+    text: bytes | None = None
+    error: str | None = None
+
+
+def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) -> dict[int, End]:
+    """The ends of rows that drew no token, by row; `places` are theirs among the sampled ones."""
+    errors = dict(result.errors)
+    return {
+        row: End(FinishReason.ERROR, error=errors.get(place, _NOT_FINITE))
+        for place, row in zip(places, rows, strict=True)
+    }
+
+
+def sampled_ends(
+    config: Config,
+    host: HostState,
+    rows: Rows,
+    changed: dict[str, RequestState],
+    at_S: np.ndarray,
+    token_S: np.ndarray,
+) -> dict[int, End]:
+    """Which rows end with the token they drew. A stop wins over a limit reached at the same time.
+
+    Rows that watch their text get it extended in `changed`.
+    """
+    ends = {}
+    full_S = rows.num_tokens_R[at_S] >= rows.limit_R[at_S]
+    eos_S = rows.heeds_eos_R[at_S] & np.isin(token_S, config.stop_ids)
+    for s in np.flatnonzero(full_S | eos_S | rows.watched_R[at_S]).tolist():
+        row, token = int(at_S[s]), int(token_S[s])
+        own = _own_stop(config, host, rows, row, changed, token) if rows.watched_R[row] else None
+        if own is not None:
+            ends[row] = own
+        elif eos_S[s]:
+            ends[row] = End(FinishReason.STOP, stop=token)
+        elif full_S[s]:
+            ends[row] = End(FinishReason.LENGTH)
+    return ends
+
+
+def _own_stop(
+    config: Config,
+    host: HostState,
+    rows: Rows,
+    row: int,
+    changed: dict[str, RequestState],
+    token: int,
+) -> End | None:
+    """Whether the request's own stop strings or ids end it with this token."""
+    key = rows.ids[row]
+    record = changed.get(key) or host.requests[key]
+    sampling = record.request.sampling
+    if record.text is not None:
+        text = record.text + config.tokens.join(np.array([token]))
+        changed[key] = replace(record, text=text)
+        generated = int(rows.num_tokens_R[row] - rows.num_prompt_R[row])
+        if generated >= sampling.min_tokens:
+            found = find_stop(text, len(record.text), sampling.stop)
+            if found is not None:
+                at, stop = found
+                end = at + len(stop.encode()) if sampling.include_stop else at
+                return End(FinishReason.STOP, stop=stop, text=text[:end])
+    if token in sampling.stop_ids:
+        return End(FinishReason.STOP, stop=token)
+    return None
+
+
+def new_texts(
+    config: Config,
+    host: HostState,
+    rows: Rows,
+    changed: dict[str, RequestState],
+    at_S: np.ndarray,
+    ends: dict[int, End],
+) -> tuple[tuple[str, str], ...]:
+    """What is new in the text of each row that streams it, whole characters only; all that is left
+    where the row ends. `changed` remembers what was told."""
+    news = []
+    for row in at_S[rows.watched_R[at_S]].tolist():
+        record = changed.get(rows.ids[row]) or host.requests[rows.ids[row]]
+        sampling = record.request.sampling
+        if not sampling.stream:
+            continue
+        if row in ends:
+            final = _final_text(config, completed_record(rows, row, record), ends[row])
+            told, end = final[record.num_streamed :], len(final)
+        else:
+            stops = () if sampling.include_stop else sampling.stop
+            end = tellable(record.text, record.num_streamed, stops)
+            told = record.text[record.num_streamed : end]
+        if told:
+            changed[rows.ids[row]] = replace(record, num_streamed=end)
+            news.append((rows.ids[row], decode(told)))
+    return tuple(news)
+
+
+def finish(config: Config, rows: Rows, row: int, record: RequestState, end: End) -> Completion:
+    """The completion of a row that ends."""
+    record = completed_record(rows, row, record)
+    text = None if config.tokens is None else decode(_final_text(config, record, end))
+    return completion(record, text=text, finish_reason=end.reason, stop=end.stop, error=end.error)
+
+
+def _final_text(config: Config, record: RequestState, end: End) -> bytes:
+    """The text of a complete record; without a stopping id's own bytes, unless they are wanted."""
+    if end.text is not None:
+        return end.text
+    hides_last = isinstance(end.stop, int) and not record.request.sampling.include_stop
+    return config.tokens.join(record.generated[:-1] if hides_last else record.generated)

@@ -1,0 +1,139 @@
+"""From logits to a step's result: edits, draws, logprobs, scores of prompts. Part of `execute`.
+
+S sampled rows, N scored positions, C of them at a time, D hidden size, V vocabulary.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from purestep.ops.edit_logits import (
+    add_bias_,
+    allow_only_,
+    ban_,
+    penalise_counts_,
+    penalise_repetition_,
+)
+from purestep.ops.sample import draw, likeliest, score
+from purestep.state.plan import LogitEdits, SamplingRows
+from purestep.state.request import frozen
+from purestep.state.scores import Scores, joined
+
+Processor = Callable[..., Tensor]
+"""(ids of the row so far, fp32 logits [V], *processor_args) -> fp32 logits [V]."""
+
+
+def sampled(
+    raw_SV: Tensor, rows: SamplingRows, processors: Mapping[str, Processor]
+) -> dict[str, Any]:
+    """The fields of a StepResult that concern the sampled rows."""
+    errors: dict[int, str] = {}
+    logits_SV = raw_SV
+    if rows.edits:
+        logits_SV = raw_SV.clone()
+        edit_(logits_SV, rows.edits)
+        errors = process_(logits_SV, rows.edits, processors)
+    columns = (
+        rows.temperature_S,
+        rows.top_k_S,
+        rows.top_p_S,
+        rows.min_p_S,
+        rows.stream_S.view(np.int64),
+        rows.position_S,
+    )
+    token_S = draw(logits_SV, *(torch.from_numpy(c.copy()).to(raw_SV.device) for c in columns))
+    logprob_S = score(raw_SV, token_S)
+    tops = []
+    for s in np.flatnonzero(rows.num_tops_S >= 0).tolist():
+        tops.append(_scores(raw_SV[s : s + 1], token_S[s : s + 1], int(rows.num_tops_S[s])))
+    return {
+        "token_S": frozen(token_S.cpu().numpy()),
+        "logprob_S": frozen(logprob_S.cpu().numpy(), np.float32),
+        "tops": tuple(tops),
+        "errors": tuple(sorted(errors.items())),
+    }
+
+
+def score_rows(
+    head: Callable[[int, int], Tensor], target_N: np.ndarray, num_tops: int, chunk: int = 64
+) -> Scores:
+    """The scores of a row's prompt tokens; `head(start, end)` gives the logits of a range of them.
+
+    In chunks, so that memory grows with chunk x V and not with the prompt.
+    """
+    parts = []
+    for start in range(0, len(target_N), chunk):
+        logits_CV = head(start, min(start + chunk, len(target_N)))
+        target_C = torch.from_numpy(target_N[start : start + chunk].astype(np.int64))
+        parts.append(_scores(logits_CV, target_C.to(logits_CV.device), num_tops))
+    return parts[0] if len(parts) == 1 else joined(parts, num_tops)
+
+
+def _scores(logits_NV: Tensor, token_N: Tensor, num_tops: int) -> Scores:
+    id_NK, logprob_NK = likeliest(logits_NV, num_tops)
+    return Scores(
+        logprob_N=frozen(score(logits_NV, token_N).cpu().numpy(), np.float32),
+        top_id_NK=frozen(id_NK.cpu().numpy()),
+        top_logprob_NK=frozen(logprob_NK.cpu().numpy(), np.float32),
+    )
+
+
+def edit_(logits_SV: Tensor, edits: Sequence[LogitEdits]) -> None:
+    """All but the processors, for all rows at once, in the order that SamplingParams documents."""
+
+    def pairs(chosen: Sequence[LogitEdits], ids: str, *columns: Any) -> list[Tensor]:
+        """Rows, ids and further columns, an entry for each id of each of these edits."""
+        lengths = [len(getattr(e, ids)) for e in chosen]
+        rows = np.repeat([e.place for e in chosen], lengths)
+        flat = [rows, np.concatenate([getattr(e, ids) for e in chosen]).astype(np.int64)]
+        for column in columns:
+            values = [column(e) for e in chosen]
+            whole = isinstance(values[0], np.ndarray)
+            entries = np.concatenate(values) if whole else np.repeat(values, lengths)
+            flat.append(entries.astype(np.float32))
+        return [torch.from_numpy(array).to(logits_SV.device) for array in flat]
+
+    if biased := [e for e in edits if len(e.bias_id_E)]:
+        add_bias_(logits_SV, *pairs(biased, "bias_id_E", lambda e: e.bias_E))
+    if repeated := [e for e in edits if len(e.seen_E)]:
+        penalise_repetition_(logits_SV, *pairs(repeated, "seen_E", lambda e: e.repetition_penalty))
+    if counted := [e for e in edits if len(e.drawn_E)]:
+        columns = (lambda e: e.count_E, lambda e: e.frequency_penalty, lambda e: e.presence_penalty)
+        penalise_counts_(logits_SV, *pairs(counted, "drawn_E", *columns))
+    if banned := [e for e in edits if len(e.banned_E)]:
+        ban_(logits_SV, *pairs(banned, "banned_E"))
+    if limited := [e for e in edits if e.allowed_E is not None]:
+        rows_A = torch.tensor([e.place for e in limited], device=logits_SV.device)
+        allow_only_(logits_SV, rows_A, *pairs(limited, "allowed_E"))
+
+
+def process_(
+    logits_SV: Tensor, edits: Sequence[LogitEdits], processors: Mapping[str, Processor]
+) -> dict[int, str]:
+    """Run the rows' processors; what went wrong, by place, also where no token is left to draw."""
+    errors = {}
+    for edit in edits:
+        if edit.processor is not None:
+            try:
+                logits_SV[edit.place] = _processed(logits_SV[edit.place], edit, processors)
+            except Exception as error:  # whatever a user's function raises ends its request alone
+                errors[edit.place] = f"logits processor {edit.processor!r}: {error!r}"
+                continue
+        top = float(logits_SV[edit.place].amax())  # NaN where there is one
+        if top == -np.inf:
+            errors[edit.place] = "no token is left: every id is banned or has a bias of -inf"
+        elif edit.processor is not None and not np.isfinite(top):
+            errors[edit.place] = f"logits processor {edit.processor!r} returned {top} as a logit"
+    return errors
+
+
+def _processed(logits_V: Tensor, edit: LogitEdits, processors: Mapping[str, Processor]) -> Tensor:
+    function = processors[edit.processor]
+    found = function(tuple(edit.context.tolist()), logits_V.clone(), *edit.processor_args)
+    if not isinstance(found, Tensor) or found.shape != logits_V.shape:
+        shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
+        raise ValueError(f"returned {shape}, must be a tensor of shape {tuple(logits_V.shape)}")
+    return found.to(logits_V)
