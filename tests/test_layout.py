@@ -79,16 +79,16 @@ def test_the_readme_example_runs_as_written(tmp_path: Path) -> None:
 
     model, _ = checkpoint(vocab_size=257, max_position_embeddings=512)
     byte_tokenizer().save_pretrained(model)
-    (example,) = readme_blocks("python")
+    example, hooks = readme_blocks("python")  # the second goes on from the first
     assert len(example.strip().splitlines()) <= 14
     script = tmp_path / "example.py"
-    script.write_text(
-        example.replace("path/to/checkpoint", str(model)).replace(
-            "path/to/adapter", str(adapter_folder("a"))
-        )
-    )
+    folders = {"path/to/checkpoint": str(model), "path/to/adapter": str(adapter_folder("a"))}
+    text = example + hooks
+    for placeholder, folder in folders.items():
+        text = text.replace(placeholder, folder)
+    script.write_text(text)
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2
+    assert len(done.stdout.splitlines()) == 2 + 2
