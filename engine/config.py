@@ -34,6 +34,7 @@ class Config:
     stop_ids: tuple[int, ...]  # the model's own end tokens
     tokens: TokenTable | None
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
+    lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
 
     @property
     def kv_identity(self) -> str:

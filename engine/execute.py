@@ -21,8 +21,8 @@ from purestep.engine.pool import (
 from purestep.engine.program import Program
 from purestep.models.decoder import forward, logits
 from purestep.ops.sample import sample
-from purestep.state.adapters import Residence
-from purestep.state.batch import Batch, LoraBatch
+from purestep.state.adapters import ROW_BLOCK, Residence
+from purestep.state.batch import Batch, EmbedLora, LoraBatch
 from purestep.state.engine import DeviceState
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.request import frozen
@@ -58,11 +58,20 @@ def _run(program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any])
     with torch.inference_mode():
         batch = pack(program.config, plan)
         hidden_TD = forward(
-            program.params, pool.layers, pool.kv, batch, program.config.model, program.layer
+            program.params,
+            pool.layers,
+            pool.kv,
+            batch,
+            program.config.model,
+            program.layer,
+            pool.embed,
         )
         if not plan.sampled_R.any():
             return _empty_result()
-        return _draw(logits(program.params, hidden_TD, batch.logits_index_S), plan)
+        logits_SV = logits(
+            program.params, hidden_TD, batch.logits_index_S, pool.head, batch.head_lora
+        )
+        return _draw(logits_SV, plan)
 
 
 def _draw(logits_SV: torch.Tensor, plan: StepPlan) -> StepResult:
@@ -93,6 +102,7 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     query_start_R1[: len(count_R)] = first_R
     context_len_R = np.zeros(shape.num_rows, np.int64)
     context_len_R[: len(count_R)] = plan.start_R + count_R
+    index_S = (first_R + count_R - 1)[plan.sampled_R]
     ints = {"dtype": torch.int32, "device": config.device}
     longs = {"dtype": torch.int64, "device": config.device}
     return Batch(
@@ -102,8 +112,10 @@ def pack(config: Config, plan: StepPlan) -> Batch:
         query_start_R1=torch.tensor(query_start_R1, **ints),
         context_len_R=torch.tensor(context_len_R, **ints),
         block_table_RM=torch.tensor(table_RM, **ints),
-        logits_index_S=torch.tensor((first_R + count_R - 1)[plan.sampled_R], **longs),
+        logits_index_S=torch.tensor(index_S, **longs),
         lora=pack_lora(config, plan.residents, slot_T, T) if plan.residents else None,
+        embed_lora=_pack_embed(config, plan, slot_T, T),
+        head_lora=_pack_vocab(config, plan, "head", slot_T[index_S], len(index_S)),
     )
 
 
@@ -138,3 +150,29 @@ def pack_lora(
         row_P=torch.tensor(_padded(np.concatenate(rows), P, -1), **ints),
         rank_start_G1=torch.tensor([*rank_start, *[rank_start[-1]] * spare], **ints),
     )
+
+
+def _pack_vocab(
+    config: Config, plan: StepPlan, linear: str, slot_X: np.ndarray, num_rows: int
+) -> LoraBatch | None:
+    """`pack_lora` for the embedding or the head: None where none of these rows adapts it."""
+    mine = [place for place in plan.residents if linear in place.linears]
+    slot_X = np.where(np.isin(slot_X, [place.slot for place in mine]), slot_X, -1)
+    return pack_lora(config, mine, slot_X, num_rows) if (slot_X >= 0).any() else None
+
+
+def _pack_embed(
+    config: Config, plan: StepPlan, slot_T: np.ndarray, num_rows: int
+) -> EmbedLora | None:
+    lora = _pack_vocab(config, plan, "embed", slot_T, num_rows)
+    if lora is None:
+        return None
+    mine = [place for place in plan.residents if "embed" in place.linears]
+    block_TC = np.full((num_rows, max(len(p.row_blocks) for p in mine)), -1)
+    column_P = torch.full((config.lora_rows,), -1)
+    for place in mine:
+        tokens, num_blocks = np.flatnonzero(slot_T == place.slot), len(place.row_blocks)
+        block_TC[tokens, :num_blocks] = place.row_blocks
+        column_P[row_index(place)] = torch.arange(num_blocks * ROW_BLOCK)
+    block_TC = torch.tensor(block_TC, dtype=torch.int64, device=config.device)
+    return EmbedLora(lora=lora, block_TC=block_TC, column_P=column_P.to(config.device))

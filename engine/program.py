@@ -86,11 +86,14 @@ def make_program(
     compile: bool = False,
     seed: int = 0,
     token_buckets: tuple[int, ...] = (),
+    lora_vocab: bool | None = None,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
     (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`.
+    `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
+    vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     Raises ConfigError naming option, value and limit.
     """
     config = Config(
@@ -113,6 +116,7 @@ def make_program(
         stop_ids=tuple(stop_ids),
         tokens=token_table(tokenizer) if tokens is None and tokenizer is not None else tokens,
         token_buckets=tuple(token_buckets),
+        lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     layer = compile_layer() if compile and can_compile(device) else decoder_layer

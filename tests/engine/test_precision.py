@@ -108,7 +108,7 @@ def test_a_checkpoint_folder_loads_with_automatic_choices() -> None:
 
 
 def test_the_pool_takes_what_it_says() -> None:
-    program = tiny_program(num_blocks=None, kv_bytes=100_000)
+    program = tiny_program(num_blocks=None, kv_bytes=100_000, lora_vocab=False)
     config = program.config
     assert config.num_blocks == 100_000 // kv_block_bytes(config)
     pool = init(program).device.pool
