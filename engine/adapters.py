@@ -13,6 +13,7 @@ from torch import Tensor
 
 from purestep.engine.admission import ended_request
 from purestep.engine.config import Config
+from purestep.engine.pool import check_linears
 from purestep.engine.requests import bind
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
 from purestep.state import adapters as ledger_of
@@ -127,11 +128,13 @@ def deliver(state: EngineState, event: AdapterLoaded | AdapterFailed) -> EngineS
 def deliver_loaded(state: EngineState, event: AdapterLoaded) -> EngineState:
     """Register a loaded adapter and bind the requests that wait for it. Raises AdapterError."""
     adapter = event.adapter
+    check_linears(state.config, adapter, f"adapter {event.name!r}")
     info = AdapterInfo(
         version=adapter.version,
         rank=adapter.rank,
         nbytes=adapter.nbytes,
         modules=tuple(adapter.modules),
+        linears=tuple(sorted(adapter.arenas)),
     )
     ledger = ledger_of.add_adapter(
         state.host.adapters, _checked_name(event.name), info, event.source

@@ -35,6 +35,7 @@ class Config:
     tokens: TokenTable | None
     processors: tuple[str, ...] = ()  # names of the program's logits processors
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
+    lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
 
     @property
     def kv_identity(self) -> str:

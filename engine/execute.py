@@ -21,8 +21,8 @@ from purestep.engine.pool import (
 from purestep.engine.program import Program
 from purestep.engine.sampling import sampled, score_rows
 from purestep.models.decoder import forward, logits
-from purestep.state.adapters import Residence
-from purestep.state.batch import Batch, LoraBatch
+from purestep.state.adapters import ROW_BLOCK, Residence
+from purestep.state.batch import Batch, EmbedLora, LoraBatch
 from purestep.state.engine import DeviceState
 from purestep.state.plan import ScoredRow, StepPlan, StepResult
 from purestep.state.request import frozen
@@ -66,31 +66,37 @@ def _run(program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any])
             batch,
             program.config.model,
             program.layer,
+            pool.embed,
             embeds=_embeds(program.config, plan, blobs),
             observe=_observer(program.config, plan, seen) if plan.hidden else None,
         )
         return StepResult(
-            **_sampled(program, plan, batch, hidden_TD),
-            scored=tuple(_scored(program, plan, row, hidden_TD) for row in plan.scored),
+            **_sampled(program, pool, plan, batch, hidden_TD),
+            scored=tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored),
             hidden=_hidden_arrays(program.config, plan, seen),
         )
 
 
 def _sampled(
-    program: Program, plan: StepPlan, batch: Batch, hidden_TD: torch.Tensor
+    program: Program, pool: Pool, plan: StepPlan, batch: Batch, hidden_TD: torch.Tensor
 ) -> dict[str, Any]:
     if not plan.sampled_R.any():
         return {"token_S": frozen(()), "logprob_S": frozen((), np.float32)}
-    raw_SV = logits(program.params, hidden_TD, batch.logits_index_S)
+    index_S, lora = batch.logits_index_S, batch.head_lora
+    raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
     return sampled(raw_SV, plan.sampling, program.processors)
 
 
-def _scored(program: Program, plan: StepPlan, row: ScoredRow, hidden_TD: torch.Tensor) -> Scores:
+def _scored(
+    program: Program, pool: Pool, plan: StepPlan, row: ScoredRow, hidden_TD: torch.Tensor
+) -> Scores:
     first = int(plan.count_R[: row.row].sum()) + row.first
 
     def head(start: int, end: int) -> torch.Tensor:
         index_C = torch.arange(first + start, first + end, device=hidden_TD.device)
-        return logits(program.params, hidden_TD, index_C)
+        slot_C = np.full(end - start, plan.slot_R[row.row])
+        lora = _pack_vocab(program.config, plan, "head", slot_C, len(slot_C))
+        return logits(program.params, hidden_TD, index_C, pool.head, lora)
 
     return score_rows(head, row.target_N, row.num_tops)
 
@@ -156,6 +162,7 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     query_start_R1[: len(count_R)] = first_R
     context_len_R = np.zeros(shape.num_rows, np.int64)
     context_len_R[: len(count_R)] = plan.start_R + count_R
+    index_S = (first_R + count_R - 1)[plan.sampled_R]
     ints = {"dtype": torch.int32, "device": config.device}
     longs = {"dtype": torch.int64, "device": config.device}
     return Batch(
@@ -166,8 +173,10 @@ def pack(config: Config, plan: StepPlan) -> Batch:
         query_start_R1=torch.tensor(query_start_R1, **ints),
         context_len_R=torch.tensor(context_len_R, **ints),
         block_table_RM=torch.tensor(table_RM, **ints),
-        logits_index_S=torch.tensor((first_R + count_R - 1)[plan.sampled_R], **longs),
+        logits_index_S=torch.tensor(index_S, **longs),
         lora=pack_lora(config, plan.residents, slot_T, T) if plan.residents else None,
+        embed_lora=_pack_embed(config, plan, slot_T, T),
+        head_lora=_pack_vocab(config, plan, "head", slot_T[index_S], len(index_S)),
     )
 
 
@@ -202,3 +211,29 @@ def pack_lora(
         row_P=torch.tensor(_padded(np.concatenate(rows), P, -1), **ints),
         rank_start_G1=torch.tensor([*rank_start, *[rank_start[-1]] * spare], **ints),
     )
+
+
+def _pack_vocab(
+    config: Config, plan: StepPlan, linear: str, slot_X: np.ndarray, num_rows: int
+) -> LoraBatch | None:
+    """`pack_lora` for the embedding or the head: None where none of these rows adapts it."""
+    mine = [place for place in plan.residents if linear in place.linears]
+    slot_X = np.where(np.isin(slot_X, [place.slot for place in mine]), slot_X, -1)
+    return pack_lora(config, mine, slot_X, num_rows) if (slot_X >= 0).any() else None
+
+
+def _pack_embed(
+    config: Config, plan: StepPlan, slot_T: np.ndarray, num_rows: int
+) -> EmbedLora | None:
+    lora = _pack_vocab(config, plan, "embed", slot_T, num_rows)
+    if lora is None:
+        return None
+    mine = [place for place in plan.residents if "embed" in place.linears]
+    block_TC = np.full((num_rows, max(len(p.row_blocks) for p in mine)), -1)
+    column_P = torch.full((config.lora_rows,), -1)
+    for place in mine:
+        tokens, num_blocks = np.flatnonzero(slot_T == place.slot), len(place.row_blocks)
+        block_TC[tokens, :num_blocks] = place.row_blocks
+        column_P[row_index(place)] = torch.arange(num_blocks * ROW_BLOCK)
+    block_TC = torch.tensor(block_TC, dtype=torch.int64, device=config.device)
+    return EmbedLora(lora=lora, block_TC=block_TC, column_P=column_P.to(config.device))

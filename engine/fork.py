@@ -6,7 +6,13 @@ import torch
 
 from purestep.engine.config import Config
 from purestep.engine.platform import available_bytes
-from purestep.engine.pool import Pool, allocate_pool, claim, copy_blocks_, pool_bytes
+from purestep.engine.pool import (
+    allocate_pool,
+    claim,
+    copy_adapter_,
+    copy_blocks_,
+    pool_bytes,
+)
 from purestep.engine.program import Program
 from purestep.state.blocks import BlockLedger, empty_blocks
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
@@ -35,7 +41,8 @@ def fork(program: Program, state: EngineState, num_blocks: int | None = None) ->
     if needed > free:
         raise ForkMemoryError(needed, free)
     pool = allocate_pool(config)
-    _copy_adapters_(source, pool)
+    for place in host.adapters.resident.values():
+        copy_adapter_(source, pool, place)
     copy_blocks_(source, pool, [old for old, _ in pairs], [new for _, new in pairs])
     return replace(
         state, config=config, host=host, device=DeviceState(pool=pool, generation=pool.generation)
@@ -46,12 +53,6 @@ def _free_bytes(config: Config) -> int:
     if torch.device(config.device).type == "cpu":
         return available_bytes()
     return torch.cuda.mem_get_info(config.device)[0]
-
-
-def _copy_adapters_(source: Pool, target: Pool) -> None:
-    for name in source.a_LSPD:
-        target.a_LSPD[name].copy_(source.a_LSPD[name])
-        target.b_LPO[name].copy_(source.b_LPO[name])
 
 
 def _renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[int, int]]]:

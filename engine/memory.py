@@ -6,7 +6,7 @@ import torch
 
 from purestep.engine.config import Config
 from purestep.engine.platform import available_bytes
-from purestep.engine.pool import kv_block_bytes, pool_bytes
+from purestep.engine.pool import kv_block_bytes, pool_bytes, vocab_rows_bytes
 from purestep.state.errors import ConfigError
 
 
@@ -40,15 +40,18 @@ def _activation_bytes(config: Config) -> int:
     """An upper estimate for a step: the widest intermediates of all tokens, all rows' logits."""
     model = config.model
     widths = 4 * model.hidden_size + 4 * model.intermediate_size + 2 * model.q_size
-    return 4 * (config.max_batched_tokens * widths + 3 * config.max_rows * model.vocab_size)
+    logits = 5 if config.lora_vocab else 3  # two more for what a head's adapters add
+    return 4 * (config.max_batched_tokens * widths + logits * config.max_rows * model.vocab_size)
 
 
 def memory_summary(config: Config) -> str:
     """One line for people: what the pool holds and what it takes."""
     kv = config.num_blocks * kv_block_bytes(config)
     rows = pool_bytes(config, 0)
+    vocab = vocab_rows_bytes(config) if config.lora_vocab else 0
+    shared = f" ({vocab / 2**20:.0f} of it for embed_tokens and lm_head)" if vocab else ""
     return (
         f"KV pool: {config.num_blocks} blocks of {config.block_size} tokens, {kv / 2**20:.0f} MiB; "
         f"adapters: {config.lora_rows} rows for {config.max_active_adapters}, "
-        f"{rows / 2**20:.0f} MiB; {config.dtype} on {config.device}"
+        f"{rows / 2**20:.0f} MiB{shared}; {config.dtype} on {config.device}"
     )

@@ -1,22 +1,28 @@
 """Device memory of one engine: KV pages and adapter rows, allocated once, written in place.
 
 The pool's generation is the one mutable integer of purestep: it tells which `DeviceState` is valid.
-L layers, P adapter rows, S slices of a fused linear, B block size, K KV heads, H head size.
+L layers, P adapter rows in C blocks of R = ROW_BLOCK, S slices of a fused linear, B block size,
+K KV heads, H head size, D hidden, V vocabulary.
 """
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from purestep.engine.config import Config
 from purestep.models.adapter_files import Adapter
-from purestep.models.config import fused_linears
-from purestep.models.decoder import AdapterRows, LayerAdapters
+from purestep.models.adapter_names import EMBED, HEAD
+from purestep.models.config import fused_linears, vocab_linears
+from purestep.models.decoder import AdapterRows, EmbedRows, LayerAdapters
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.engine import DeviceState
-from purestep.state.errors import DonatedStateError, TornStateError
+from purestep.state.errors import AdapterError, DonatedStateError, TornStateError
 from purestep.state.plan import Overwrites
+
+ALIGNMENT = 64  # bytes, as torch's own CPU memory
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -28,6 +34,8 @@ class Pool:
     a_LSPD: dict[str, Tensor]  # by fused linear
     b_LPO: dict[str, Tensor]
     layers: tuple[LayerAdapters, ...]  # views of the two, one a layer
+    embed: EmbedRows | None  # None where config.lora_vocab is off, as the head's
+    head: AdapterRows | None
     generation: int = 0
     consumer: str = ""  # what made the present generation
     torn: Overwrites | None = None  # what a failed step may have destroyed
@@ -40,32 +48,67 @@ def kv_block_bytes(config: Config) -> int:
 
 
 def pool_bytes(config: Config, num_blocks: int) -> int:
-    """Bytes of a pool with this many blocks."""
+    """Bytes of a pool with this many blocks; on a CPU they are taken once they are written."""
     per_row = sum(
         len(linear.out_sizes) * linear.in_features + linear.out_features
         for linear in fused_linears(config.model)
     )
     itemsize = getattr(torch, config.dtype).itemsize
     adapter_bytes = config.model.num_layers * config.lora_rows * per_row * itemsize
-    return num_blocks * kv_block_bytes(config) + adapter_bytes
+    vocab_bytes = vocab_rows_bytes(config) if config.lora_vocab else 0
+    return num_blocks * kv_block_bytes(config) + adapter_bytes + vocab_bytes
+
+
+def vocab_rows_bytes(config: Config) -> int:
+    """Bytes of the adapter rows of the embedding and of the head, which `lora_vocab` asks for."""
+    per_row = sum(x.in_features + x.out_features for x in vocab_linears(config.model))
+    return config.lora_rows * per_row * getattr(torch, config.dtype).itemsize
+
+
+def check_linears(config: Config, adapter: Adapter, label: str) -> None:
+    """Raises AdapterError where the pool has no rows for a linear that the adapter touches."""
+    if not config.lora_vocab and {"embed", "head"} & adapter.arenas.keys():
+        modules = [module for module in adapter.modules if module in (EMBED, HEAD)]
+        raise AdapterError(
+            f"{label} adapts {' and '.join(modules)}, but lora_vocab=False: with lora_vocab=True "
+            f"the pool takes {vocab_rows_bytes(config) / 2**20:.0f} MiB more for such adapters"
+        )
 
 
 def allocate_pool(config: Config) -> Pool:
     """A pool of zeros; on a CPU pages cost memory only once they are written."""
-    model, dtype, device = config.model, getattr(torch, config.dtype), config.device
-    L, P = model.num_layers, config.lora_rows
+    model, L, P = config.model, config.model.num_layers, config.lora_rows
     pages = (2, config.num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
     a, b = {}, {}
     for linear in fused_linears(model):
         S = len(linear.out_sizes)
-        a[linear.name] = torch.zeros(L, S, P, linear.in_features, dtype=dtype, device=device)
-        b[linear.name] = torch.zeros(L, P, linear.out_features, dtype=dtype, device=device)
+        a[linear.name] = _zeros(config, L, S, P, linear.in_features)
+        b[linear.name] = _zeros(config, L, P, linear.out_features)
     layers = tuple(
         LayerAdapters(**{name: AdapterRows(a_SPD=a[name][i], b_PO=b[name][i]) for name in a})
         for i in range(L)
     )
-    kv = tuple(torch.zeros(pages, dtype=dtype, device=device) for _ in range(L))
-    return Pool(config=config, kv=kv, a_LSPD=a, b_LPO=b, layers=layers)
+    kv = tuple(_zeros(config, *pages) for _ in range(L))
+    embed, head = _vocab_rows(config) if config.lora_vocab else (None, None)
+    return Pool(config=config, kv=kv, a_LSPD=a, b_LPO=b, layers=layers, embed=embed, head=head)
+
+
+def _vocab_rows(config: Config) -> tuple[EmbedRows, AdapterRows]:
+    P, D, V = config.lora_rows, config.model.hidden_size, config.model.vocab_size
+    embed = EmbedRows(a_CVR=_zeros(config, P // ROW_BLOCK, V, ROW_BLOCK), b_PD=_zeros(config, P, D))
+    return embed, AdapterRows(a_SPD=_zeros(config, 1, P, D), b_PO=_zeros(config, P, V))
+
+
+def _zeros(config: Config, *shape: int) -> Tensor:
+    """torch.zeros, but for a CPU: there it writes every page at once (256 MiB took 0.4 s), and
+    numpy leaves that to the first use."""
+    dtype = getattr(torch, config.dtype)
+    if torch.device(config.device).type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=config.device)
+    nbytes = math.prod(shape) * dtype.itemsize
+    raw = np.zeros(nbytes + ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % ALIGNMENT
+    return torch.from_numpy(raw[start : start + nbytes]).view(dtype).view(shape)
 
 
 def owned(device: DeviceState) -> Pool:
@@ -104,8 +147,16 @@ def row_index(place: Residence) -> Tensor:
 
 
 def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
-    """Write an adapter's rows; linears it does not touch get zeros, so that no residue is left."""
+    """Write an adapter's rows. Linears of layers that it does not touch get zeros, so that no
+    residue is left; an embedding or a head that it does not touch is never read for it."""
     rows = row_index(place).to(pool.config.device)
+    if (arena := adapter.arenas.get("embed")) is not None:
+        a_CVR = arena.a_LSRD[0, 0].unflatten(0, (-1, ROW_BLOCK)).transpose(1, 2)
+        pool.embed.a_CVR[list(place.row_blocks)] = a_CVR.to(pool.config.device)
+        pool.embed.b_PD.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
+    if (arena := adapter.arenas.get("head")) is not None:
+        pool.head.a_SPD.index_copy_(1, rows, arena.a_LSRD[0].to(pool.config.device))
+        pool.head.b_PO.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
     for name in pool.a_LSPD:
         arena = adapter.arenas.get(name)
         if arena is None:
@@ -114,6 +165,20 @@ def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
         else:
             pool.a_LSPD[name].index_copy_(2, rows, arena.a_LSRD.to(pool.config.device))
             pool.b_LPO[name].index_copy_(1, rows, arena.b_LRO.to(pool.config.device))
+
+
+def copy_adapter_(source: Pool, target: Pool, place: Residence) -> None:
+    """Copy one adapter's rows from pool to pool, to the same place."""
+    rows, blocks = row_index(place).to(source.config.device), list(place.row_blocks)
+    for name in source.a_LSPD:
+        target.a_LSPD[name][:, :, rows] = source.a_LSPD[name][:, :, rows]
+        target.b_LPO[name][:, rows] = source.b_LPO[name][:, rows]
+    if "embed" in place.linears:
+        target.embed.a_CVR[blocks] = source.embed.a_CVR[blocks]
+        target.embed.b_PD[rows] = source.embed.b_PD[rows]
+    if "head" in place.linears:
+        target.head.a_SPD[:, rows] = source.head.a_SPD[:, rows]
+        target.head.b_PO[rows] = source.head.b_PO[rows]
 
 
 def copy_blocks_(source: Pool, target: Pool, from_blocks: list[int], to_blocks: list[int]) -> None:

@@ -95,6 +95,7 @@ def make_program(
     processors: Mapping[str, Processor] | None = None,
     defaults: SamplingParams = SamplingParams(),
     token_buckets: tuple[int, ...] = (),
+    lora_vocab: bool | None = None,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
@@ -104,6 +105,8 @@ def make_program(
     `processors` are functions (ids of prompt and generated tokens as a tuple, fp32 logits [V],
     *processor_args) -> fp32 logits [V]; requests name them, and one that raises ends its request
     alone. They must be pure: `step` may call them again for the same tokens after a failure.
+    `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
+    vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     Raises ConfigError naming option, value and limit.
     """
     max_context = model.max_position if max_context is None else max_context
@@ -128,6 +131,7 @@ def make_program(
         tokens=token_table(tokenizer) if tokens is None and tokenizer is not None else tokens,
         processors=tuple(sorted(processors or ())),
         token_buckets=tuple(token_buckets),
+        lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     layer = compile_layer() if compile and can_compile(device) else decoder_layer

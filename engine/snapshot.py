@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 
 from purestep.engine.adapters import read
 from purestep.engine.config import Config
-from purestep.engine.pool import Pool, allocate_pool, claim, upload_adapter_
+from purestep.engine.pool import Pool, allocate_pool, check_linears, claim, upload_adapter_
 from purestep.engine.program import Program
 from purestep.models.adapter_files import Adapter, Arena
 from purestep.state.canonical import from_plain, to_plain
@@ -136,8 +136,9 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
     """The state a snapshot holds, in a new pool.
 
     Raises SnapshotError naming what differs (format, weights, model, dtype, block size, adapter
-    rows) or is damaged, and AdapterError when an adapter's files changed or are gone. Another torch
-    or triton only warns: host states are equal, but the last bits of logits may differ.
+    rows) or is damaged, and AdapterError when an adapter's files changed or are gone, or when it
+    adapts the embedding or the head and the program's `lora_vocab` is off. Another torch or triton
+    only warns: host states are equal, but the last bits of logits may differ.
     """
     folder = Path(path)
     meta = _read_state(folder)
@@ -148,15 +149,18 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
         )
     host = from_plain(meta["host"])
     config = replace(program.config, num_blocks=meta["num_blocks"])
-    blobs: dict[str, Any] = dict(_read_adapters(folder, config, host, meta["adapters"]))
+    adapters = _read_adapters(folder, config, host, meta["adapters"])
+    for version, adapter in adapters.items():
+        names = sorted(n for n, v in host.adapters.names.items() if v == version)
+        check_linears(config, adapter, f"adapter {names or version[:12]}")
     with _opened(folder / PROMPTS) as tensors:
-        blobs |= {name: tensors.get_tensor(name) for name in _prompts(host)}
+        prompts = {name: tensors.get_tensor(name) for name in _prompts(host)}
     pool = allocate_pool(config)
     _read_blocks_(folder, pool, meta["blocks"])
     for place in host.adapters.resident.values():
-        upload_adapter_(pool, place, blobs[place.version])
+        upload_adapter_(pool, place, adapters[place.version])
     device = DeviceState(pool=pool, generation=pool.generation)
-    return EngineState(config=config, host=host, device=device, blobs=Map(blobs))
+    return EngineState(config=config, host=host, device=device, blobs=Map(adapters | prompts))
 
 
 def _read_state(folder: Path) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The values of an adapter: one pass that hashes them, checks them and lays them out in arenas.
 
-L layers, S slices of a fused linear, R rows (the adapter's rank, rounded up to 8), D inputs and O
-outputs of a linear.
+L layers (1 for the embedding and the head), S slices of a fused linear, R rows (the adapter's
+rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are tokens.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from purestep.models.adapter_names import AdaptedModule
-from purestep.models.config import ModelConfig, fused_linears
+from purestep.models.config import ModelConfig, fused_linears, vocab_linears
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.hashing import framed
 from purestep.state.pytree import tree
@@ -19,7 +19,7 @@ from purestep.state.pytree import tree
 
 @tree
 class Arena:
-    """The adapter's rows of one fused linear in every layer, contiguous, in the engine's dtype.
+    """The adapter's rows of one fused linear in all its layers, contiguous, in the engine's dtype.
 
     Slice s holds child s of the linear: the rows of its A, then zero rows up to R. Column block s
     of `b_LRO` holds scaling * B of child s, transposed; zeros where the adapter has nothing.
@@ -34,13 +34,15 @@ def empty_arenas(
 ) -> dict[str, Arena]:
     """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to."""
     touched = {module.linear.name for module in modules}
-    L, R = config.num_layers, -(-rank // ROW_BLOCK) * ROW_BLOCK
+    R = -(-rank // ROW_BLOCK) * ROW_BLOCK
+    copies = dict.fromkeys(fused_linears(config), config.num_layers)
+    copies |= dict.fromkeys(vocab_linears(config), 1)
     return {
         linear.name: Arena(
             a_LSRD=torch.zeros(L, len(linear.children), R, linear.in_features, dtype=dtype),
             b_LRO=torch.zeros(L, R, linear.out_features, dtype=dtype),
         )
-        for linear in fused_linears(config)
+        for linear, L in copies.items()
         if linear.name in touched
     }
 

@@ -2,6 +2,10 @@
 
 Settings, names, kinds and shapes are checked before the first value is read; the values are then
 read once, for the version, the check for NaN and the copy into the arenas.
+
+Where an adapter targets embed_tokens or lm_head, peft also saves a copy of that module's base
+weight (`save_embedding_layers="auto"`). Its shape is checked, so a resized vocabulary is refused;
+its values are not used: the base weight is the checkpoint's, as it is for every other module.
 """
 
 import json
@@ -199,7 +203,7 @@ def _check(
 ) -> tuple[AdaptedModule, ...]:
     """The modules to load, all of whose tensors have the right names, kinds and shapes."""
     modules, findings = find_modules(tensors, config)
-    _check_tensors(modules, tensors, adapter_config, findings)
+    _check_tensors(modules, tensors, adapter_config, config, findings)
     ranks = {module.name: rank_of(adapter_config, module.file_name) for module in modules}
     if max_rank is not None and (wide := {m: r for m, r in ranks.items() if r > max_rank}):
         what = f"rank {max(wide.values())} is above the limit max_lora_rank={max_rank}"
@@ -214,12 +218,15 @@ def _check_tensors(
     modules: Sequence[AdaptedModule],
     tensors: Mapping[str, Tensor],
     adapter_config: AdapterConfig,
+    config: ModelConfig,
     findings: Findings,
 ) -> None:
     """Add to `findings` each tensor whose kind, dtype or shape is not the one it must have."""
     for module in modules:
         rank = rank_of(adapter_config, module.file_name)
         wants = {module.a: (rank, module.linear.in_features), module.b: (module.out_features, rank)}
+        if module.base_copy is not None:
+            wants[module.base_copy] = (config.vocab_size, config.hidden_size)
         for name, want in wants.items():
             tensor = tensors[name]
             if not isinstance(tensor, Tensor) or tensor.layout != torch.strided or tensor.is_meta:

@@ -9,18 +9,23 @@ import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from purestep.models.config import FusedLinear, ModelConfig, fused_linears
+from purestep.models.config import FusedLinear, ModelConfig, fused_linears, vocab_linears
 
 PEFT_PREFIX = "base_model.model."
 DECODER_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
 
 Findings = dict[str, list[str]]  # what is wrong -> the items it is wrong with
 
-_TENSOR = re.compile(r"((?:(?!\.lora_).)+)\.lora_([AB])\.weight")
-_MODULE = re.compile(
-    rf"(?:{'|'.join(map(re.escape, DECODER_PREFIXES))})"
-    r"layers\.(0|[1-9][0-9]{0,8})\.([a-z_]+)\.([a-z_]+)"
-)
+EMBED, HEAD = "model.embed_tokens", "lm_head"
+
+_TENSOR = re.compile(r"((?:(?!\.lora_).)+)\.lora_(?:([AB])\.weight|embedding_([AB]))")
+_BASE_COPY = re.compile(r"(.+)\.base_layer\.weight")
+_PREFIXES = "|".join(map(re.escape, DECODER_PREFIXES))
+_MODULE = re.compile(rf"(?:{_PREFIXES})layers\.(0|[1-9][0-9]{{0,8}})\.([a-z_]+)\.([a-z_]+)")
+_VOCAB = {
+    EMBED: re.compile(rf"(?:{_PREFIXES})embed_tokens"),
+    HEAD: re.compile(r"(?:language_model\.)?lm_head"),
+}
 # Buffers that peft saves beside A and B, for training alone (see adapter_config.IGNORED).
 _TRAINING_ONLY = re.compile(r".+\.(lora_velora_embed|lora_monteclora_sampler\.[a-z_]+)")
 # What peft names after the adapter in a live model's state_dict: `lora_A.default.weight`.
@@ -38,11 +43,12 @@ class AdaptedModule:
 
     name: str  # the decoder's own name, whatever the spelling in the file
     file_name: str  # as in the file without `base_model.model.`: what peft's patterns match
-    layer: int
+    layer: int  # 0 for the embedding and the head
     linear: FusedLinear
     slices: tuple[int, ...]
     a: str  # tensor names in the file
     b: str
+    base_copy: str | None  # of the embedding and the head: their base weight, which peft may add
 
     @property
     def columns(self) -> slice:
@@ -65,22 +71,31 @@ def find_modules(
     """
     targets, findings = _targets(config), Findings()
     pairs: dict[str, dict[str, list[str]]] = {}
+    copies: dict[str, list[str]] = {}
     for name in sorted(names):
+        if (match := _BASE_COPY.fullmatch(name)) and (module := _vocab_name(match[1])):
+            copies.setdefault(module, []).append(name)
+            continue
         match = _TENSOR.fullmatch(name)
         module = _decoder_name(match[1], config, targets) if match else None
-        if module is not None:
-            pairs.setdefault(module, {}).setdefault(match[2], []).append(name)
+        if module is not None and (module == EMBED) == (match[3] is not None):
+            pairs.setdefault(module, {}).setdefault(match[2] or match[3], []).append(name)
         elif not _TRAINING_ONLY.fullmatch(name):
             findings.setdefault(_refusal(name, config), []).append(quote(name))
     modules = []
     for name, roles in sorted(pairs.items()):
-        if any(len(spellings) > 1 for spellings in roles.values()):
+        copied = copies.pop(name, [])
+        if any(len(spellings) > 1 for spellings in (*roles.values(), copied)):
             findings.setdefault("stored under two spellings", []).append(quote(name))
         elif len(roles) < 2:
             half = f"{quote(name)} has lora_{next(iter(roles))} alone"
             findings.setdefault("only one of lora_A and lora_B", []).append(half)
         else:
-            modules.append(_module(name, roles["A"][0], roles["B"][0], targets))
+            base_copy = copied[0] if copied else None
+            modules.append(_module(name, roles["A"][0], roles["B"][0], base_copy, targets))
+    for spellings in copies.values():
+        strays = map(quote, spellings)
+        findings.setdefault("base weights of modules without lora_A and lora_B", []).extend(strays)
     _find_overlaps(modules, findings)
     return tuple(modules), findings
 
@@ -119,39 +134,50 @@ def quote(name: str) -> str:
     return repr(name if len(name) <= 200 else f"{name[:200]}...")
 
 
-Targets = Mapping[tuple[str, str], tuple[FusedLinear, tuple[int, ...]]]
+Targets = Mapping[str, tuple[FusedLinear, tuple[int, ...]]]
 
 
 def _targets(config: ModelConfig) -> Targets:
-    """(parent, projection) -> the linear and its slices, for split and for fused spellings."""
-    targets = {}
+    """The end of a module's name -> the linear and its slices, for split and fused spellings."""
+    targets = {linear.children[0]: (linear, (0,)) for linear in vocab_linears(config)}
     for linear in fused_linears(config):
         if len(linear.children) > 1:
             everything = tuple(range(len(linear.children)))
-            targets[linear.parent, f"{linear.name}_proj"] = (linear, everything)
+            targets[f"{linear.parent}.{linear.name}_proj"] = (linear, everything)
         for i, child in enumerate(linear.children):
-            targets[linear.parent, child] = (linear, (i,))
+            targets[f"{linear.parent}.{child}"] = (linear, (i,))
     return targets
 
 
 def _decoder_name(name: str, config: ModelConfig, targets: Targets) -> str | None:
+    if (module := _vocab_name(name)) is not None:
+        return module
     match = _MODULE.fullmatch(name.removeprefix(PEFT_PREFIX))
-    if match is None or int(match[1]) >= config.num_layers or (match[2], match[3]) not in targets:
+    if match is None or int(match[1]) >= config.num_layers:
+        return None
+    if f"{match[2]}.{match[3]}" not in targets:
         return None
     return f"model.layers.{match[1]}.{match[2]}.{match[3]}"
 
 
-def _module(name: str, a: str, b: str, targets: Targets) -> AdaptedModule:
-    _, _, layer, parent, projection = name.split(".")
-    linear, slices = targets[parent, projection]
+def _vocab_name(name: str) -> str | None:
+    stem = name.removeprefix(PEFT_PREFIX)
+    return next((module for module, names in _VOCAB.items() if names.fullmatch(stem)), None)
+
+
+def _module(name: str, a: str, b: str, base_copy: str | None, targets: Targets) -> AdaptedModule:
+    match = _MODULE.fullmatch(name)
+    layer, key = (int(match[1]), f"{match[2]}.{match[3]}") if match else (0, name.split(".")[-1])
+    linear, slices = targets[key]
     return AdaptedModule(
         name=name,
-        file_name=a.removeprefix(PEFT_PREFIX).removesuffix(".lora_A.weight"),
-        layer=int(layer),
+        file_name=_TENSOR.fullmatch(a.removeprefix(PEFT_PREFIX))[1],
+        layer=layer,
         linear=linear,
         slices=slices,
         a=a,
         b=b,
+        base_copy=base_copy,
     )
 
 
@@ -177,10 +203,9 @@ def _refusal(name: str, config: ModelConfig) -> str:
         return "a bias of B (lora_bias) is not supported"
     if name.endswith(".bias"):
         return "trained biases (bias='all' or 'lora_only') are not supported"
-    if "lora_embedding_" in name or (is_lora and "embed_tokens" in name):
-        return "embedding adapters are not supported yet"
-    if is_lora and "lm_head." in name:
-        return "lm_head adapters are not supported yet"
+    match = _TENSOR.fullmatch(name)
+    if match and match[1].endswith("embed_tokens") == (match[3] is None):
+        return "lora_embedding_A and lora_embedding_B belong to embed_tokens, and to it alone"
     if not is_lora:
         return "weights that are not LoRA (modules_to_save and the like) are not supported"
     if (match := _LIVE.fullmatch(name)) and match[3] == ".weight":

@@ -60,10 +60,10 @@ class ModelConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLinear:
-    """One matrix product of a layer: the checkpoint's projections, stacked along the output."""
+    """One matrix product: the checkpoint's projections, stacked along the output."""
 
     name: str  # field of the parameter tree and of the adapter rows
-    parent: str  # "self_attn" or "mlp"
+    parent: str  # "self_attn" or "mlp"; "" for the two outside the layers
     children: tuple[str, ...]  # checkpoint names, in stacking order
     in_features: int
     out_sizes: tuple[int, ...]  # one for each child
@@ -85,4 +85,15 @@ def fused_linears(config: ModelConfig) -> tuple[FusedLinear, ...]:
     return tuple(
         FusedLinear(name=n, parent=p, children=c, in_features=i, out_sizes=o)
         for n, p, c, i, o in rows
+    )
+
+
+def vocab_linears(config: ModelConfig) -> tuple[FusedLinear, ...]:
+    """The two that the model has once: a token's embedding (a product with its one-hot vector)
+    and the head. Adapters treat them as two even where the weights are tied."""
+    D, V = config.hidden_size, config.vocab_size
+    rows = (("embed", "embed_tokens", V, D), ("head", "lm_head", D, V))
+    return tuple(
+        FusedLinear(name=n, parent="", children=(c,), in_features=i, out_sizes=(o,))
+        for n, c, i, o in rows
     )

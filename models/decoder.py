@@ -2,7 +2,7 @@
 
 T token rows, D hidden, F MLP width, N query heads, K key/value heads, H head size, C rotary
 channels of a head, V vocabulary, O output width of a fused linear, S slices of it (or sampled
-rows), P paged adapter rows.
+rows), P paged adapter rows in blocks of R = 8.
 """
 
 from collections.abc import Callable, Sequence
@@ -17,7 +17,7 @@ from purestep.models.rope import apply_rope, rope_table
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.lora_add import lora_add_
 from purestep.ops.paged_attention import paged_attention
-from purestep.state.batch import Batch, LoraBatch
+from purestep.state.batch import Batch, EmbedLora, LoraBatch
 from purestep.state.pytree import tree
 
 
@@ -66,6 +66,14 @@ class LayerAdapters:
     down: AdapterRows
 
 
+@tree
+class EmbedRows:
+    """Device rows of the resident adapters of the embedding, laid out for looking tokens up."""
+
+    a_CVR: Tensor  # each row block of A, transposed: R values of a token lie side by side
+    b_PD: Tensor
+
+
 LayerFn = Callable[
     [Layer, LayerAdapters | None, Tensor, Tensor, Tensor, Tensor, Batch, ModelConfig, int], Tensor
 ]
@@ -78,6 +86,7 @@ def forward(
     batch: Batch,
     config: ModelConfig,
     layer_fn: LayerFn | None = None,
+    embed_rows: EmbedRows | None = None,
     *,
     embeds: tuple[Tensor, Tensor] | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
@@ -85,13 +94,14 @@ def forward(
     """Final hidden states of every token row, normed: [T, D]. Writes the new keys and values.
 
     `kv` holds one [2, num_blocks, block_size, K, H] tensor a layer. `adapters` (one a layer) is
-    read only if `batch.lora` is there. `layer_fn` is `decoder_layer` or its compiled form. `embeds`
-    (index_E int64, rows_ED) replaces the embeddings of some token rows. `observe(i, h_TD)` sees the
-    hidden states, numbered as transformers numbers them: 0 the embeddings, i what layer i - 1
-    returns, but for the last one, which is normed. It may not change them.
+    read only if `batch.lora` is there, `embed_rows` if `batch.embed_lora` is. `layer_fn` is
+    `decoder_layer` or its compiled form. `embeds` (index_E int64, rows_ED) replaces the embeddings
+    of some token rows, deltas included. `observe(i, h_TD)` sees the hidden states, numbered as
+    transformers numbers them: 0 the embeddings, i what layer i - 1 returns, but for the last one,
+    which is normed. It may not change them.
     """
     layer_fn = layer_fn or decoder_layer
-    h_TD = embed(params, batch.token_T)
+    h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
         h_TD = h_TD.index_copy(0, *embeds)
     cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
@@ -107,14 +117,47 @@ def forward(
     return h_TD
 
 
-def embed(params: Params, token_T: Tensor) -> Tensor:
-    """Rows of the embedding table; padding tokens need a valid id, any will do."""
-    return F.embedding(token_T, params.embed_VD)
+def embed(params: Params, rows: EmbedRows | None, batch: Batch) -> Tensor:
+    """Rows of the embedding table [T, D], each with the delta of its own adapter, if that has one.
+
+    Padding tokens need a valid id, any will do.
+    """
+    h_TD = F.embedding(batch.token_T, params.embed_VD)
+    if rows is not None and batch.embed_lora is not None:
+        x_TD, unit_rows = _lookup(rows, batch.embed_lora, batch.token_T)
+        add_deltas_(h_TD, x_TD, unit_rows, batch.embed_lora.lora, h_TD.shape[1:])
+    return h_TD
 
 
-def logits(params: Params, hidden_TD: Tensor, index_S: Tensor) -> Tensor:
-    """fp32 logits [S, V] of the token rows `index_S`."""
-    return F.linear(hidden_TD.index_select(0, index_S), params.head_VD).float()
+def _lookup(rows: EmbedRows, lora: EmbedLora, token_T: Tensor) -> tuple[Tensor, AdapterRows]:
+    """A x for one-hot x is a column of A. What is left is the usual product, with rows of the
+    identity for A: exact, whatever the dtype."""
+    found_TCR = rows.a_CVR[lora.block_TC.clamp(min=0), token_T[:, None]]
+    own_TCR = torch.where(lora.block_TC[..., None] >= 0, found_TCR, 0)
+    x_TD = own_TCR.flatten(1)
+    place_D = torch.arange(x_TD.shape[1], device=x_TD.device)
+    unit_PD = (lora.column_P[:, None] == place_D).to(x_TD.dtype)
+    return x_TD, AdapterRows(a_SPD=unit_PD[None], b_PO=rows.b_PD)
+
+
+def logits(
+    params: Params,
+    hidden_TD: Tensor,
+    index_S: Tensor,
+    head_rows: AdapterRows | None = None,
+    head_lora: LoraBatch | None = None,
+) -> Tensor:
+    """fp32 logits [S, V] of the token rows `index_S`, each with its own adapter's delta.
+
+    `head_lora` is packed for these S rows, not for the token rows. Deltas are added in fp32 after
+    the base product, which alone is rounded to the model's dtype: a row without an adapter on the
+    head keeps its bits, and one with is not rounded twice (PEFT does, in 16 bits).
+    """
+    x_SD = hidden_TD.index_select(0, index_S)
+    y_SV = F.linear(x_SD, params.head_VD).float()
+    if head_rows is not None and head_lora is not None:
+        add_deltas_(y_SV, x_SD, head_rows, head_lora, y_SV.shape[1:])
+    return y_SV
 
 
 def decoder_layer(

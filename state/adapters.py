@@ -28,6 +28,7 @@ class AdapterInfo:
     rank: int  # the largest over its modules
     nbytes: int  # of the tensors as stored
     modules: tuple[str, ...]
+    linears: tuple[str, ...] = ()  # names of the linears its modules belong to, sorted
 
     @property
     def num_row_blocks(self) -> int:
@@ -41,6 +42,7 @@ class Residence:
     version: str
     slot: int
     row_blocks: tuple[int, ...]
+    linears: tuple[str, ...] = ()  # as in AdapterInfo: where its rows hold something
 
 
 @tree
@@ -293,8 +295,9 @@ def activate(ledger: AdapterLedger, version: str, victims: Iterable[str]) -> Ada
         ledger = evict(ledger, victim)
     taken = {r.slot for r in ledger.resident.values()}
     slot = next(s for s in range(ledger.num_slots) if s not in taken)
-    rows = tuple(free_row_blocks(ledger)[: ledger.registered[version].num_row_blocks])
-    place = Residence(version=version, slot=slot, row_blocks=rows)
+    info = ledger.registered[version]
+    rows = tuple(free_row_blocks(ledger)[: info.num_row_blocks])
+    place = Residence(version=version, slot=slot, row_blocks=rows, linears=info.linears)
     return replace(
         ledger,
         resident=ledger.resident.set(version, place),

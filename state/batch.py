@@ -25,6 +25,18 @@ class LoraBatch:
 
 
 @tree
+class EmbedLora:
+    """The token rows whose adapter has an embedding, and where each one's column of A lies.
+
+    With x the column that `block_TC` finds, row p of the adapter is worth `x[column_P[p]] * b[p]`.
+    """
+
+    lora: LoraBatch
+    block_TC: Tensor  # int64, row blocks of the token's adapter in order of rank; -1 = none
+    column_P: Tensor  # int64, place of an adapter row among its adapter's own; -1 = not of these
+
+
+@tree
 class Batch:
     """One forward pass. Row r owns the tokens `query_start_R1[r]` to `query_start_R1[r+1]`."""
 
@@ -36,3 +48,5 @@ class Batch:
     block_table_RM: Tensor  # int32
     logits_index_S: Tensor  # int64, token rows whose logits are wanted
     lora: LoraBatch | None
+    embed_lora: EmbedLora | None = None  # None where no row's adapter has an embedding
+    head_lora: LoraBatch | None = None  # of the rows `logits_index_S`, not of the token rows

@@ -1,7 +1,9 @@
 """Number formats, long prompts, and how large the pool is."""
 
 import copy
+import os
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ import torch
 
 from purestep.engine import Program, init, load_adapter, load_program, memory
 from purestep.engine.platform import available_bytes, resolve_dtype
-from purestep.engine.pool import kv_block_bytes, pool_bytes
+from purestep.engine.pool import allocate_pool, kv_block_bytes, pool_bytes
 from purestep.models.adapter_files import read_adapter
 from purestep.state.errors import AdapterError
 from tests.engine.tiny import (
@@ -25,6 +27,8 @@ from tests.engine.tiny import (
     with_adapters,
 )
 from tests.models.peft_fixtures import save, wrap
+
+STATM = Path("/proc/self/statm")
 
 
 def errors(program: Program, oracle: object, name: str | None) -> np.ndarray:
@@ -104,13 +108,30 @@ def test_a_checkpoint_folder_loads_with_automatic_choices() -> None:
 
 
 def test_the_pool_takes_what_it_says() -> None:
-    program = tiny_program(num_blocks=None, kv_bytes=100_000)
+    program = tiny_program(num_blocks=None, kv_bytes=100_000, lora_vocab=False)
     config = program.config
     assert config.num_blocks == 100_000 // kv_block_bytes(config)
     pool = init(program).device.pool
     tensors = (*pool.kv, *pool.a_LSPD.values(), *pool.b_LPO.values())
     assert sum(t.nbytes for t in tensors) == pool_bytes(config, config.num_blocks)
     assert sum(t.nbytes for t in pool.kv) <= 100_000
+
+
+@pytest.mark.skipif(not STATM.exists(), reason="reads the process's memory from /proc")
+def test_memory_that_nobody_wrote_is_not_taken() -> None:
+    """On a CPU, where a pool is as large as it may ever have to be."""
+
+    def resident_bytes() -> int:
+        return int(STATM.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    config = tiny_program(num_blocks=200_000).config
+    assert pool_bytes(config, config.num_blocks) > 200e6
+    before = resident_bytes()
+    pool = allocate_pool(config)
+    assert resident_bytes() - before < 20e6
+    for tensor in (*pool.kv, *pool.a_LSPD.values(), *pool.b_LPO.values()):
+        assert tensor.data_ptr() % 64 == 0, "as aligned as torch's own"
+        assert not tensor[:, :, -1].any()
 
 
 def test_automatic_size_is_capped_by_memory(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft.tuners.lora import Embedding, LoraLayer
 from torch import Tensor
 from transformers import LlamaForCausalLM, PreTrainedModel, Qwen2ForCausalLM
 
@@ -72,10 +72,15 @@ def save(
 
 
 def deltas(peft_model: PeftModel, adapter: str = "default") -> dict[str, Tensor]:
-    """PEFT's own delta weight [out, in] of every adapted module, in float64, by module name."""
-    model = copy.deepcopy(peft_model).double()
-    return {
-        name.removeprefix("base_model.model."): module.get_delta_weight(adapter).detach()
-        for name, module in model.named_modules()
-        if isinstance(module, LoraLayer) and adapter in module.lora_A
-    }
+    """PEFT's own delta weight [out, in] of every adapted module, in float64, by module name.
+
+    An embedding's inputs are the tokens, so its delta is [hidden, vocabulary]."""
+    model, found = copy.deepcopy(peft_model).double(), {}
+    for name, module in model.named_modules():
+        if not isinstance(module, LoraLayer):
+            continue
+        is_embedding = isinstance(module, Embedding)
+        if adapter in (module.lora_embedding_A if is_embedding else module.lora_A):
+            delta = module.get_delta_weight(adapter).detach()
+            found[name.removeprefix("base_model.model.")] = delta.T if is_embedding else delta
+    return found

@@ -12,6 +12,7 @@ import struct
 import tempfile
 import warnings
 from collections.abc import Callable, Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,7 @@ from transformers import (
 )
 
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
-from purestep.models.config import fused_linears
+from purestep.models.config import fused_linears, vocab_linears
 from purestep.state.errors import AdapterError
 from tests.models.peft_fixtures import (
     deltas,
@@ -108,8 +109,13 @@ def rename(folder: Path, old: str, new: str) -> Path:
 
 
 def products(adapter: Adapter) -> dict[str, Tensor]:
-    """The delta of every projection of the model, in float64, read off the arenas."""
+    """The delta of every module of the model, in float64, read off the arenas."""
     found = {}
+    for linear, name in zip(vocab_linears(CONFIG), ("model.embed_tokens", "lm_head"), strict=True):
+        found[name] = torch.zeros(linear.out_features, linear.in_features, dtype=torch.float64)
+        if (arena := adapter.arenas.get(linear.name)) is not None:
+            assert len(arena.a_LSRD) == len(arena.b_LRO) == 1
+            found[name] += arena.b_LRO[0].double().T @ arena.a_LSRD[0, 0].double()
     for linear in fused_linears(CONFIG):
         arena = adapter.arenas.get(linear.name)
         for layer in range(CONFIG.num_layers):
@@ -125,7 +131,7 @@ def products(adapter: Adapter) -> dict[str, Tensor]:
 
 
 def assert_deltas(adapter: Adapter, want: Mapping[str, Tensor], tolerance: float = 1e-6) -> None:
-    """The arenas hold these deltas, and exactly nothing for every other projection."""
+    """The arenas hold these deltas, and exactly nothing for every other module."""
     got = products(adapter)
     assert set(want) <= set(got)
     for module, delta in got.items():
@@ -288,8 +294,8 @@ def test_variants_that_only_train_differently(field, kind):
     with torch.no_grad():
         got = model(token_1T).logits
         merged = copy.deepcopy(LLAMA)
-        for module, delta in products(adapter).items():
-            merged.get_submodule(module).weight += delta.float()
+        for module in adapter.modules:
+            merged.get_submodule(module).weight += products(adapter)[module].float()
         torch.testing.assert_close(got, merged(token_1T).logits, rtol=0, atol=1e-5)
 
 
@@ -542,14 +548,163 @@ def test_vision_tower():
     assert_deltas(read(save(model)), want)
 
 
-@pytest.mark.parametrize("target", ["lm_head", "embed_tokens"])
-def test_head_and_embedding_adapters(target):
-    """LF-06: adapters of the head or the embedding are refused by name in this round."""
+# The embedding and the head. peft warns that it saves their base weights too.
+
+VOCAB = ["q_proj", "embed_tokens", "lm_head"]
+EMBED, HEAD = "base_model.model.model.embed_tokens", "base_model.model.lm_head"
+
+
+@cache
+def vocab_folder() -> Path:
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # peft says that it saves the base embedding too
-        folder = make_adapter(LLAMA, seed=14, target_modules=["q_proj", target])
-    kind = "lm_head" if target == "lm_head" else "embedding"
-    refusal(lambda: read(folder), f"{kind} adapters are not supported yet", target)
+        warnings.simplefilter("ignore")
+        return make_adapter(LLAMA, seed=14, target_modules=VOCAB)
+
+
+def vocab_adapter() -> Path:
+    """A copy of an adapter on q_proj, the embedding and the head, to be edited."""
+    path = Path(tempfile.mkdtemp(prefix="purestep-adapter-"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return shutil.copytree(vocab_folder(), path, dirs_exist_ok=True)
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning:peft")
+@pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_modules": ["embed_tokens"]},
+        {"target_modules": ["lm_head"], "use_rslora": True},
+        {"target_modules": ["model.embed_tokens", "lm_head"]},
+        {"target_modules": r".*(embed_tokens|lm_head|up_proj)"},
+        {
+            "target_modules": VOCAB,
+            "rank_pattern": {"embed_tokens": 3, "lm_head": 9},
+            "alpha_pattern": {"model.embed_tokens": 5, "lm_head": 6},
+        },
+    ],
+    ids=str,
+)
+def test_head_and_embedding_adapters(fields, tied):
+    """LF-06: as peft computes them, saved with and without base weights or taken live."""
+    model = wrap(tiny_llama(tie_word_embeddings=tied), seed=14, **fields)
+    want, config = deltas(model), model.peft_config["default"]
+    folder = save(model)
+    adapter = read(folder)
+    assert_deltas(adapter, want)
+    assert adapter.modules == tuple(sorted(want))
+    assert adapter.num_tensors == 2 * len(want)
+    assert adapter.rank == max(config.rank_pattern.values(), default=4)
+    assert adapter.unused_targets == ()
+    assert_same(from_tensors(model.state_dict(), config), adapter)
+    saved = get_peft_model_state_dict(model, save_embedding_layers=False)
+    assert len(saved) <= len(load_file(folder / "adapter_model.safetensors"))
+    assert_same(from_tensors(saved, config), adapter)
+
+
+def test_a_tied_adapter_is_stored_as_two_pairs():
+    """ensure_weight_tying: the head's A is the embedding's B, transposed, and both are saved."""
+    model = tiny_llama(tie_word_embeddings=True)
+    tied = make_adapter(model, seed=14, target_modules=["lm_head"], ensure_weight_tying=True)
+    got = products(read(tied))
+    assert got["lm_head"].any()
+    assert torch.equal(got["lm_head"], got["model.embed_tokens"].T)
+
+
+@pytest.mark.parametrize(
+    ("decoder", "head"),
+    [
+        ("model.", "lm_head."),
+        ("model.language_model.", "lm_head."),
+        ("language_model.model.", "language_model.lm_head."),
+        ("base_model.model.model.language_model.", "base_model.model.lm_head."),
+        ("base_model.model.language_model.model.", "base_model.model.language_model.lm_head."),
+    ],
+)
+def test_wrapper_spellings_of_head_and_embedding(decoder, head):
+    """LF-09: copies of base weights are known under every spelling too."""
+    want = read(vocab_adapter())
+    folder = rename(vocab_adapter(), "base_model.model.model.", decoder)
+    assert_same(read(rename(folder, f"{HEAD}.", head)), want)
+
+
+def test_every_value_of_the_embedding_is_in_the_version():
+    """One bit of one value; a copy of the base weight is no part of the adapter."""
+
+    def change(name: str, place: tuple[int, ...]) -> Adapter:
+        def edit(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+            value = tensors[name][place].clone()
+            tensors[name][place] = torch.nextafter(value, torch.tensor(9.0))
+            return tensors
+
+        return read(edit_tensors(vocab_adapter(), edit))
+
+    want = read(vocab_adapter()).version
+    versions = {
+        change(f"{EMBED}.lora_embedding_A", (3, 127)).version,
+        change(f"{EMBED}.lora_embedding_B", (31, 0)).version,
+        change(f"{HEAD}.lora_A.weight", (0, 5)).version,
+        change(f"{HEAD}.lora_B.weight", (127, 3)).version,
+    }
+    assert len(versions | {want}) == 5
+    assert change(f"{EMBED}.base_layer.weight", (0, 0)).version == want
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "want"),
+    [
+        (f"{EMBED}.lora_embedding_A", (4, 130), [4, 128]),
+        (f"{EMBED}.lora_embedding_A", (4, 127), [4, 128]),
+        (f"{EMBED}.lora_embedding_A", (128, 4), [4, 128]),
+        (f"{EMBED}.lora_embedding_B", (31, 4), [32, 4]),
+        (f"{EMBED}.lora_embedding_B", (32, 5), [32, 4]),
+        (f"{EMBED}.base_layer.weight", (130, 32), [128, 32]),
+        (f"{HEAD}.lora_A.weight", (4, 64), [4, 32]),
+        (f"{HEAD}.lora_B.weight", (130, 4), [128, 4]),
+        (f"{HEAD}.base_layer.weight", (130, 32), [128, 32]),
+    ],
+)
+def test_wrong_shapes_of_head_and_embedding(name, shape, want):
+    """multi_lora.md 4.7, LF-14: another vocabulary or width, a resized base weight among them."""
+    folder = edit_tensors(vocab_adapter(), lambda ts: ts | {name: torch.zeros(shape)})
+    refusal(lambda: read(folder), f"wrong shape (1): '{name}' is {list(shape)}", f"be {want} (r=4)")
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        (".lora_embedding_A", ".lora_A.weight", ["lora_embedding_A and lora_embedding_B belong"]),
+        ("lm_head.lora_B.weight", "lm_head.lora_embedding_B", ["to embed_tokens, and to it alone"]),
+        ("0.self_attn.q_proj.lora_A.weight", "0.self_attn.q_proj.lora_embedding_A", ["it alone"]),
+        (".lora_embedding_B", ".lora_embedding_C", ["no such module"]),
+        ("lm_head.lora_A", "head.lora_A", ["no such module", "'lm_head' has lora_B alone"]),
+        (".model.embed_tokens.lora", ".embed_tokens.lora", ["no such module", "base weights of"]),
+        ("lm_head.base_layer", "q.base_layer", ["weights that are not LoRA", "q.base_layer"]),
+        ("lm_head.base_layer.weight", "lm_head.weight", ["modules_to_save", "lm_head.weight"]),
+    ],
+)
+def test_wrong_names_of_head_and_embedding(old, new, words):
+    """LF-08: half pairs, the wrong kind, base weights that belong to nothing."""
+    refusal(lambda: read(rename(vocab_adapter(), old, new)), *words)
+
+
+def test_two_spellings_of_head_and_embedding():
+    for name in (f"{EMBED}.lora_embedding_A", f"{HEAD}.lora_B.weight", f"{HEAD}.base_layer.weight"):
+        other = name.removeprefix("base_model.model.")
+        folder = edit_tensors(vocab_adapter(), lambda ts, n=name, o=other: ts | {o: ts[n].clone()})
+        refusal(
+            lambda f=folder: read(f), "stored under two spellings (1)", other.split(".lora")[0][:7]
+        )
+
+
+def test_a_live_model_of_two_adapters_with_embeddings():
+    """The adapter's name in a state_dict: `lora_embedding_A.default`, without `.weight`."""
+    model = wrap(LLAMA, seed=14, target_modules=VOCAB)
+    with torch.random.fork_rng(devices=[]):
+        model.add_adapter("other", model.peft_config["default"])
+    for name in ("default", "other"):
+        live = from_tensors(model.state_dict(), model.peft_config[name], name=name)
+        assert_deltas(live, deltas(model, name))
 
 
 # Settings that are refused
@@ -559,7 +714,10 @@ def test_head_and_embedding_adapters(target):
     ("fields", "words"),
     [
         ({"use_dora": True, "target_modules": ["q_proj", "down_proj"]}, ["use_dora=True"]),
-        ({"modules_to_save": ["lm_head", "embed_tokens"]}, ["modules_to_save=", "lm_head"]),
+        (
+            {"modules_to_save": ["lm_head", "embed_tokens"]},
+            ["modules_to_save=['lm_head', 'embed_tokens']", "it replaces whole modules"],
+        ),
         ({"bias": "lora_only"}, ["bias='lora_only'"]),
         ({"bias": "all"}, ["bias='all'"]),
         ({"lora_bias": True}, ["lora_bias=True"]),
