@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
+from purestep.models.linear import product
 from purestep.models.rope import apply_rope, inv_freq, rope_table
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.lora_add import lora_add_
@@ -99,7 +100,7 @@ def embed(params: Params, token_T: Tensor) -> Tensor:
 
 def logits(params: Params, hidden_TD: Tensor, index_S: Tensor) -> Tensor:
     """fp32 logits [S, V] of the token rows `index_S`."""
-    return F.linear(hidden_TD.index_select(0, index_S), params.head_VD).float()
+    return product(hidden_TD.index_select(0, index_S), params.head_VD, None).float()
 
 
 def decoder_layer(
@@ -169,7 +170,7 @@ def linear(
     out_sizes: tuple[int, ...],
 ) -> Tensor:
     """x W^T + bias, and each token's adapter delta."""
-    y_TO = F.linear(x_TD, w_OD, bias_O)
+    y_TO = product(x_TD, w_OD, bias_O)
     if rows is not None and lora is not None:
         add_deltas_(y_TO, x_TD, rows, lora, out_sizes)
     return y_TO
