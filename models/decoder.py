@@ -185,10 +185,10 @@ def add_deltas_(
         x_TD,
         rows.a_SPD,
         rows.b_PO,
-        lora.token_T,
-        lora.group_start_G1,
-        lora.row_P,
-        lora.rank_start_G1,
+        lora.row_R,
+        lora.foreign_TR,
+        lora.span_C2,
+        lora.bare_B,
         out_sizes,
     )
 
@@ -204,9 +204,9 @@ def compile_layer() -> LayerFn:
     """`decoder_layer`, compiled: one graph with adapters and one without, whatever the batch.
 
     All layers, token counts, row counts, block table widths and pool sizes share them, 1 included,
-    so nothing needs padding. Weights, G and P are part of the graph: another model, or another
-    pool of adapter rows, compiles again. Adapters that are passed without `batch.lora` (or the
-    other way round) make no third graph. Every call of this function has graphs of its own.
+    so nothing needs padding. Weights and P are part of the graph: another model, or another pool of
+    adapter rows, compiles again. Adapters that are passed without `batch.lora` (or the other way
+    round) make no third graph. Every call of this function has graphs of its own.
     """
     # Graphs hang on the code object and their number is limited to 8, for all models together.
     own = FunctionType(decoder_layer.__code__.replace(), decoder_layer.__globals__)
@@ -241,7 +241,11 @@ def _mark_sizes(kv: Tensor, h_TD: Tensor, cos_TH: Tensor, sin_TH: Tensor, batch:
 
     for tensor in (h_TD, cos_TH, sin_TH, batch.kv_index_T, batch.query_start_R1):
         mark_unbacked(tensor, 0)
-    for tensor in (batch.context_len_R, *(() if batch.lora is None else (batch.lora.token_T,))):
-        mark_unbacked(tensor, 0)
+    mark_unbacked(batch.context_len_R, 0)
     mark_unbacked(batch.block_table_RM, (0, 1))
+    if batch.lora is not None:
+        mark_unbacked(batch.lora.row_R, 0)
+        mark_unbacked(batch.lora.foreign_TR, (0, 1))
+        mark_unbacked(batch.lora.span_C2, 0)
+        mark_unbacked(batch.lora.bare_B, 0)
     mark_unbacked(kv, 1)
