@@ -21,6 +21,7 @@ from purestep.engine.pool import (
 from purestep.engine.program import Program
 from purestep.engine.sampling import sampled, score_rows
 from purestep.models.decoder import forward, logits
+from purestep.ops.lora_add import chunk_spans
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch
 from purestep.state.engine import DeviceState
@@ -194,22 +195,24 @@ def _padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
 def pack_lora(
     config: Config, residents: Sequence[Residence], slot_T: np.ndarray, num_rows: int
 ) -> LoraBatch:
-    """Rows of a product grouped by adapter, in slot order and stable within a group.
+    """Whose adapter row is whose, for the rows of a product; made once for all layers.
 
-    `slot_T` is each row's slot, -1 for base rows, which are in no group; `num_rows` counts padding.
+    `slot_T` is each row's slot, -1 for base rows; `num_rows` counts padding.
     """
-    G, P = config.max_active_adapters, config.lora_rows
-    token_T = np.argsort(slot_T, kind="stable")[np.count_nonzero(slot_T < 0) :]
-    group_start = [0, *np.cumsum([np.count_nonzero(slot_T == p.slot) for p in residents])]
-    rows = [row_index(place) for place in residents]
-    rank_start = [0, *np.cumsum([len(r) for r in rows])]
-    ints = {"dtype": torch.int32, "device": config.device}
-    spare = G + 1 - len(group_start)
+    row_R = np.concatenate([row_index(place).numpy() for place in residents])
+    owner_R = np.repeat(
+        [place.slot for place in residents],
+        [len(place.row_blocks) * ROW_BLOCK for place in residents],
+    )
+    order_R = np.argsort(row_R)
+    slot_T = _padded(slot_T, num_rows, -1)
+    foreign_TR = torch.from_numpy(slot_T[:, None] != owner_R[order_R])
+    bare_B = np.flatnonzero(slot_T < 0)
     return LoraBatch(
-        token_T=torch.tensor(_padded(token_T, num_rows, -1), **ints),
-        group_start_G1=torch.tensor([*group_start, *[group_start[-1]] * spare], **ints),
-        row_P=torch.tensor(_padded(np.concatenate(rows), P, -1), **ints),
-        rank_start_G1=torch.tensor([*rank_start, *[rank_start[-1]] * spare], **ints),
+        row_R=torch.tensor(row_R[order_R], device=config.device),
+        foreign_TR=foreign_TR.to(config.device),
+        span_C2=chunk_spans(foreign_TR),
+        bare_B=torch.tensor(bare_B, device=config.device),
     )
 
 

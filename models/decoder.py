@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
+from purestep.models.linear import product
 from purestep.models.rope import apply_rope, rope_table
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.lora_add import lora_add_
@@ -154,7 +155,7 @@ def logits(
     head keeps its bits, and one with is not rounded twice (PEFT does, in 16 bits).
     """
     x_SD = hidden_TD.index_select(0, index_S)
-    y_SV = F.linear(x_SD, params.head_VD).float()
+    y_SV = product(x_SD, params.head_VD, None).float()
     if head_rows is not None and head_lora is not None:
         add_deltas_(y_SV, x_SD, head_rows, head_lora, y_SV.shape[1:])
     return y_SV
@@ -233,7 +234,7 @@ def linear(
     out_sizes: tuple[int, ...],
 ) -> Tensor:
     """x W^T + bias, and each token's adapter delta."""
-    y_TO = F.linear(x_TD, w_OD, bias_O)
+    y_TO = product(x_TD, w_OD, bias_O)
     if rows is not None and lora is not None:
         add_deltas_(y_TO, x_TD, rows, lora, out_sizes)
     return y_TO
@@ -248,10 +249,10 @@ def add_deltas_(
         x_TD,
         rows.a_SPD,
         rows.b_PO,
-        lora.token_T,
-        lora.group_start_G1,
-        lora.row_P,
-        lora.rank_start_G1,
+        lora.row_R,
+        lora.foreign_TR,
+        lora.span_C2,
+        lora.bare_B,
         out_sizes,
     )
 
@@ -268,9 +269,9 @@ def compile_layer() -> LayerFn:
     each window that layers of the model have.
 
     All layers, token counts, row counts, block table widths and pool sizes share them, 1 included,
-    so nothing needs padding. Weights, G and P are part of the graph: another model, or another
-    pool of adapter rows, compiles again. Adapters that are passed without `batch.lora` (or the
-    other way round) make no third graph. Every call of this function has graphs of its own.
+    so nothing needs padding. Weights and P are part of the graph: another model, or another pool of
+    adapter rows, compiles again. Adapters that are passed without `batch.lora` (or the other way
+    round) make no third graph. Every call of this function has graphs of its own.
     """
     # Graphs hang on the code object and their number is limited to 8, for all models together.
     own = FunctionType(decoder_layer.__code__.replace(), decoder_layer.__globals__)
@@ -317,6 +318,9 @@ def _mark_batch(cos_TC: Tensor, sin_TC: Tensor, batch: Batch) -> None:
 
     for tensor in (cos_TC, sin_TC, batch.kv_index_T, batch.query_start_R1, batch.context_len_R):
         mark_unbacked(tensor, 0)
-    if batch.lora is not None:
-        mark_unbacked(batch.lora.token_T, 0)
     mark_unbacked(batch.block_table_RM, (0, 1))
+    if batch.lora is not None:
+        mark_unbacked(batch.lora.row_R, 0)
+        mark_unbacked(batch.lora.foreign_TR, (0, 1))
+        mark_unbacked(batch.lora.span_C2, 0)
+        mark_unbacked(batch.lora.bare_B, 0)

@@ -1,10 +1,9 @@
 """paged_attention: every row's queries against its own pages, prefill chunks and decode alike.
 
-T token rows, N query heads, K key/value heads, H head size, R request rows, M blocks of the
-longest row, n queries of one row, c its visible keys.
+T token rows, N query heads, K key/value heads, G = N / K, H head size, R request rows, M blocks of
+the longest row, n queries of one row, c its visible keys.
 """
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -53,62 +52,74 @@ def paged_attention_ref(
 ) -> Tensor:
     """The specification, in plain torch, row by row; also what runs without a GPU."""
     check_paged_attention(q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window)
-    o_TNH = torch.zeros(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
-    q_1NTH, whole = q_TNH.transpose(0, 1)[None], _places(kv)
+    o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    q_NTH, whole = q_TNH.transpose(0, 1), _places(kv)
     # CPU kernels were seen to give other last bits at addresses that are not a multiple of 16.
     # Head sizes in use never make such; the others are copied, so that no row's place matters.
     aligned = not (kv[0, 0].nbytes % 64 or q_TNH.stride(0) * q_TNH.element_size() % 64)
     starts, contexts = query_start_R1.tolist(), context_len_R.tolist()
-    tables = block_table_RM.cpu().numpy()
+    tables, grouped = block_table_RM.tolist(), (kv.shape[3], -1)
+    q_TKGH, o_TKGH = q_TNH.unflatten(1, grouped), o_TNH.unflatten(1, grouped)
     for r, context in enumerate(contexts):
         start, end = starts[r], starts[r + 1]
         if start == end:
             continue
         first = max(0, context - (end - start) + 1 - window) if window else 0
-        k_1KcH, v_1KcH = _visible(kv, whole if aligned else None, tables[r], first, context)
-        q_1NnH = q_1NTH[:, :, start:end] if aligned else q_1NTH[:, :, start:end].clone()
-        o_1NnH = _attend(q_1NnH, k_1KcH, v_1KcH, scale, window)
-        o_TNH[start:end] = o_1NnH[0].transpose(0, 1)
+        k_KcH, v_KcH = _visible(kv, whole if aligned else None, tables[r], first, context)
+        if end - start == 1 and q_TNH.dtype == torch.float32:
+            _attend_one_(o_TKGH[start], q_TKGH[start], k_KcH, v_KcH, scale)
+            continue
+        q_NnH = q_NTH[:, start:end] if aligned else q_NTH[:, start:end].clone()
+        o_NnH = _attend(q_NnH, k_KcH, v_KcH, scale, window)
+        o_TNH[start:end] = o_NnH.transpose(0, 1)
+    o_TNH[starts[-1] :] = 0
     return o_TNH
 
 
 def _places(kv: Tensor) -> tuple[Tensor, ...]:
-    """Keys and values, [1, K, places, H] each: views, places in the order of the blocks."""
-    return kv.flatten(1, 2).transpose(1, 2).split(1)
+    """Keys and values, [K, places, H] each: views, places in the order of the blocks."""
+    return kv.flatten(1, 2).transpose(1, 2).unbind()
 
 
 def _visible(
-    kv: Tensor, whole: tuple[Tensor, ...] | None, table: np.ndarray, first: int, context: int
+    kv: Tensor, whole: tuple[Tensor, ...] | None, table: list[int], first: int, context: int
 ) -> tuple[Tensor, Tensor]:
     """Keys and values of positions first to context - 1. Blocks that are neighbours are not
     copied (a view of `whole` takes 4 us at any length, gathering 64 blocks of a 135M model 75)."""
     block_size = kv.shape[2]
     skipped = first // block_size
-    blocks = table[skipped : -(-context // block_size)].tolist()
+    blocks = table[skipped : -(-context // block_size)]
     low, high = blocks[0], blocks[-1] + 1
     if whole and high - low == len(blocks) and blocks == list(range(low, high)):
-        (k_1KpH, v_1KpH), begin = whole, first + (low - skipped) * block_size
+        (k_KpH, v_KpH), begin = whole, first + (low - skipped) * block_size
     else:
         index = torch.tensor(blocks, device=kv.device)
-        (k_1KpH, v_1KpH), begin = _places(kv.index_select(1, index)), first - skipped * block_size
-    end = begin + context - first
-    return k_1KpH[:, :, begin:end], v_1KpH[:, :, begin:end]
+        (k_KpH, v_KpH), begin = _places(kv.index_select(1, index)), first - skipped * block_size
+    length = context - first
+    return k_KpH.narrow(1, begin, length), v_KpH.narrow(1, begin, length)
 
 
-def _attend(q_1NnH: Tensor, k_1KcH: Tensor, v_1KcH: Tensor, scale: float, window: int) -> Tensor:
+def _attend_one_(o_KGH: Tensor, q_KGH: Tensor, k_KcH: Tensor, v_KcH: Tensor, scale: float) -> None:
+    """One row with one query, which sees all c positions; G query heads share a key head."""
+    nothing = q_KGH.new_empty(())
+    score_KGc = torch.baddbmm(nothing, q_KGH, k_KcH.mT, beta=0, alpha=scale)
+    torch.bmm(torch.softmax(score_KGc, -1), v_KcH, out=o_KGH)
+
+
+def _attend(q_NnH: Tensor, k_KcH: Tensor, v_KcH: Tensor, scale: float, window: int) -> Tensor:
     """One row. Its queries are the last n of the c positions."""
-    n, c = q_1NnH.shape[2], k_1KcH.shape[2]
+    n, c = q_NnH.shape[1], k_KcH.shape[1]
     causal = 1 < n == c and not window  # torch aligns this mask with the first key, not the last
-    mask_nc = None if causal or n == 1 else _mask(n, c, window, q_1NnH.device)
+    mask_nc = None if causal or n == 1 else _mask(n, c, window, q_NnH.device)
     return F.scaled_dot_product_attention(
-        q_1NnH,
-        k_1KcH,
-        v_1KcH,
+        q_NnH[None],
+        k_KcH[None],
+        v_KcH[None],
         attn_mask=mask_nc,
         is_causal=causal,
         scale=scale,
-        enable_gqa=q_1NnH.shape[1] != k_1KcH.shape[1],
-    )
+        enable_gqa=q_NnH.shape[0] != k_KcH.shape[0],
+    )[0]
 
 
 def _mask(n: int, c: int, window: int, device: torch.device) -> Tensor:

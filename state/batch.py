@@ -1,7 +1,7 @@
 """What one step hands to the model: index tensors, packed from a plan.
 
-T token rows (padding included), R request rows, M blocks of the longest row, S sampled rows,
-G adapter groups the pool can hold, P paged adapter rows. `-1` is padding or no adapter.
+T token rows (padding included), R request rows (or adapter rows), M blocks of the longest row,
+S sampled rows, B token rows without an adapter. `-1` is padding.
 """
 
 from torch import Tensor
@@ -11,17 +11,12 @@ from purestep.state.pytree import tree
 
 @tree
 class LoraBatch:
-    """Which token rows meet which adapter rows. Group g is the g-th active adapter, never base.
+    """Which token rows meet which adapter rows; base rows and padding meet none."""
 
-    `token_T[group_start_G1[g]:group_start_G1[g+1]]` are the token rows of group g, and
-    `row_P[rank_start_G1[g]:rank_start_G1[g+1]]` the adapter rows that belong to it. Entries past
-    the last group repeat the total in both start tables, so unused groups are empty ranges.
-    """
-
-    token_T: Tensor  # int32
-    group_start_G1: Tensor  # int32
-    row_P: Tensor  # int32
-    rank_start_G1: Tensor  # int32
+    row_R: Tensor  # int64, the adapter rows of the step's adapters, ascending, whole row blocks
+    foreign_TR: Tensor  # bool, true where an adapter row is not the token's own
+    span_C2: Tensor  # int64, which adapter rows a chunk of tokens needs: `chunk_spans` of the op
+    bare_B: Tensor  # int64, token rows without an adapter
 
 
 @tree

@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 
 from purestep.engine import Request, SamplingParams, abort, init, schedule, step, submit
 from purestep.engine.execute import pack_lora
@@ -134,12 +135,13 @@ def test_the_kernel_metadata_of_the_specification() -> None:
         Residence(version="id 7", slot=2, row_blocks=(0, 1)),
     )
     slot_T = np.repeat([2, -1, 0, 2, -1], [3, 2, 1, 1, 1])  # rows A, B, C, D, E
-    batch = pack_lora(program.config, residents, slot_T, 8)
-    assert batch.token_T.tolist() == [5, 0, 1, 2, 6, -1, -1, -1]
-    assert batch.group_start_G1.tolist() == [0, 1, 5, 5, 5]
-    assert batch.rank_start_G1.tolist() == [0, 8, 24, 24, 24]
-    assert batch.row_P.tolist()[:24] == [*range(24, 32), *range(8), *range(8, 16)]
-    assert set(batch.row_P.tolist()[24:]) == {-1}
+    batch = pack_lora(program.config, residents, slot_T, 9)  # and one of padding
+    assert batch.row_R.tolist() == [*range(16), *range(24, 32)]
+    own_RT = (~batch.foreign_TR).T
+    assert [row.nonzero().flatten().tolist() for row in own_RT[[16, 0]]] == [[5], [0, 1, 2, 6]]
+    assert torch.equal(own_RT, own_RT[[0] * 16 + [16] * 8])
+    assert batch.bare_B.tolist() == [3, 4, 7, 8]
+    assert batch.span_C2.tolist() == [[0, 24]]
 
 
 def test_a_plan_tells_the_bucket_of_the_step() -> None:

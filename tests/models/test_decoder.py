@@ -31,6 +31,7 @@ from purestep.models.decoder import (
     logits,
 )
 from purestep.models.rope import rope_for_context
+from purestep.ops.lora_add import chunk_spans
 from purestep.state.batch import Batch, LoraBatch
 from tests.models.peft_fixtures import wrap
 from tests.models.tiny import FAMILIES, save_checkpoint
@@ -38,7 +39,6 @@ from tests.models.tiny import FAMILIES, save_checkpoint
 NAN = float("nan")
 BLOCK = 4
 LORA_ROWS = 64
-MAX_GROUPS = 5
 
 ADAPTERS: dict[str, dict[str, Any]] = {
     "attention": {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]},
@@ -85,7 +85,7 @@ def adapter_pool() -> tuple[tuple[LayerAdapters, ...], dict[str, Tensor]]:
     owned: dict[str, Tensor] = {}
     for name, fields in ADAPTERS.items():
         mine, blocks = blocks[: -(-fields["r"] // 8)], blocks[-(-fields["r"] // 8) :]
-        owned[name] = torch.cat([torch.arange(8) + 8 * block for block in mine])
+        owned[name] = torch.cat([torch.arange(8) + 8 * block for block in sorted(mine)])
     layers = tuple(
         LayerAdapters(
             **{
@@ -181,19 +181,14 @@ class World:
         active = sorted({name for name in names if name})
         if not active or not self.use_lora:
             return None
-        tokens = [[t for t, n in enumerate(names) if n == name] for name in active]
-        rows = [adapter_pool()[1][name].tolist() for name in active]
-
-        def table(parts: list[list[int]], length: int) -> tuple[Tensor, Tensor]:
-            ends = torch.tensor([0, *map(len, parts)]).cumsum(0)
-            starts = torch.cat([ends, ends[-1:].expand(MAX_GROUPS + 1 - len(ends))])
-            flat = [item for part in parts for item in part]
-            return torch.tensor(flat + [-1] * (length - len(flat))).int(), starts.int()
-
-        token_T, group_start = table(tokens, T)
-        row_P, rank_start = table(rows, LORA_ROWS)
+        rows = sorted((row, name) for name in active for row in adapter_pool()[1][name].tolist())
+        padded = names + [None] * (T - len(names))
+        foreign_TR = torch.tensor([[name != owner for _, owner in rows] for name in padded])
         return LoraBatch(
-            token_T=token_T, group_start_G1=group_start, row_P=row_P, rank_start_G1=rank_start
+            row_R=torch.tensor([row for row, _ in rows]),
+            foreign_TR=foreign_TR,
+            span_C2=chunk_spans(foreign_TR),
+            bare_B=torch.tensor([t for t, name in enumerate(padded) if name is None]).long(),
         )
 
 

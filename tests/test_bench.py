@@ -1,0 +1,52 @@
+"""The benchmarks run anywhere with --smoke, and write what a reader of their files relies on."""
+
+import importlib.util
+import json
+from datetime import date
+from pathlib import Path
+
+import pytest
+
+from bench import cpu_generate
+from bench.report import Figure
+
+
+def test_cpu_generate_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    cpu_generate.main(["--smoke", "--rounds", "1", "--dtype", "both", "--json", str(file)])
+    lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
+    cases = {"base": "transformers", "mixed4": "peft", "mixed4_over_base": None}
+    if importlib.util.find_spec("peft") is None:
+        cases = {"base": "transformers"}
+    names = [f"cpu_generate/{case}/{dtype}" for dtype in ("float32", "bfloat16") for case in cases]
+    assert list(lines) == names
+    for name, line in lines.items():
+        peer = cases[name.split("/")[1]]
+        assert line["value"] > 0
+        assert line["unit"] == ("tokens/s" if peer else "ratio")
+        assert date.fromisoformat(line["date"]) <= date.today()
+        assert {"python", "torch", "transformers", "purestep"} <= set(line["versions"])
+        assert line.get("peer") == peer
+        if peer:
+            assert line["ratio"] == pytest.approx(line["value"] / line["peer_value"])
+    shown = capsys.readouterr().out
+    assert "base float32: 0 of 5 rows differ" in shown
+    assert "mixed4 float32: 0 of 5 rows differ" in shown or "mixed4" not in cases
+
+
+def test_a_missing_peer_is_skipped_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    file = tmp_path / "figures.json"
+    cpu_generate.main(["--smoke", "--rounds", "1", "--json", str(file)])
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert line["figure"] == "cpu_generate/base/float32"
+    assert "peft is not installed: mixed4 is skipped" in capsys.readouterr().out
+
+
+def test_ratios_are_above_one_where_we_are_better() -> None:
+    fields = {"figure": "x", "unit": "s", "peer": "p"}
+    assert Figure(value=3.0, peer_value=2.0, **fields).ratio == 1.5
+    assert Figure(value=3.0, peer_value=2.0, lower_is_better=True, **fields).ratio == 2 / 3
+    assert Figure(value=3.0, unit="s", figure="x").ratio is None
