@@ -283,8 +283,10 @@ def test_a_corrupt_adapter_changes_nothing(tmp_path: Path) -> None:
     assert done["x"].tokens.tolist() == oracle_tokens(peft_model("a"), prompt(1, 9), 8)
 
 
-def test_weights_that_are_not_finite_end_only_their_own_request() -> None:
-    """LF-18: NaN that arises on the device (here: written there) ends rows of that adapter."""
+@pytest.mark.parametrize("where", ["A", "B"])
+def test_weights_that_are_not_finite_end_only_their_own_request(where: str) -> None:
+    """LF-18: what is not finite on the device ends rows of that adapter alone: NaN (written there;
+    no file brings it in), and sums that overflow, as of the largest values a file may hold."""
     program = tiny_program()
     requests = [request("bad", prompt(1, 5), "a"), request("good", prompt(2, 5), "b")]
     state = submit_all(with_adapters(program, "ab"), [*requests, request("base", prompt(3, 4))])
@@ -293,7 +295,10 @@ def test_weights_that_are_not_finite_end_only_their_own_request() -> None:
         p for v, p in state.host.adapters.resident.items() if v == state.host.adapters.names["a"]
     ]
     rows = [b * 8 + i for b in place.row_blocks for i in range(8)]
-    state.device.pool.b_LPO["qkv"][:, rows] = float("nan")
+    if where == "A":
+        state.device.pool.a_LSPD["qkv"][:, :, rows] = float("nan")
+    else:
+        state.device.pool.b_LPO["qkv"][:, rows] = 3e38
     _, done = run(program, state)
     assert done["bad"].finish_reason == "error"
     assert "not finite" in done["bad"].error

@@ -30,11 +30,12 @@ from purestep.engine import (
     step,
 )
 from purestep.engine.adapters import read
-from purestep.engine.execute import pack
+from purestep.engine.execute import pack, pack_lora
 from purestep.engine.memory import memory_summary
 from purestep.engine.pool import pool_bytes, row_index, vocab_rows_bytes
 from purestep.engine.schedule import schedule
 from purestep.models.decoder import AdapterRows, EmbedRows, embed, logits
+from purestep.state.adapters import Residence
 from purestep.state.batch import EmbedLora, LoraBatch
 from purestep.state.errors import AdapterError
 from tests.engine.tiny import (
@@ -220,13 +221,13 @@ def test_free_rows_are_never_read(family: str) -> None:
 
 
 def test_values_that_are_not_finite_end_only_their_own_request() -> None:
-    """LF-18, on the device: NaN in one adapter's embedding and another's head."""
+    """LF-18, on the device: NaN in one adapter's embedding, and a head that overflows."""
     program = tiny_program(max_active_adapters=5, max_batched_tokens=128)
     requests = mixed()
     state, _ = step(program, submit_all(with_all(program, "llama"), requests))
     ledger, pool = state.host.adapters, state.device.pool
     pool.embed.a_CVR[list(ledger.resident[ledger.names["embed"]].row_blocks)] = float("nan")
-    pool.head.b_PO[row_index(ledger.resident[ledger.names["head"]])] = float("inf")
+    pool.head.b_PO[row_index(ledger.resident[ledger.names["head"]])] = 3e38
     _, done = run(program, state)
     bad = {item.id for item in requests if item.adapter in ("embed", "head")}
     assert {name for name, item in done.items() if item.finish_reason == "error"} == bad
@@ -369,18 +370,12 @@ def test_whole_modules_in_an_adapter_are_refused() -> None:
     assert_equal_to_peft(run(program, state, requests)[1], requests, "llama")
 
 
-def grouped(tokens: list[int], T: int, rows: list[int], P: int) -> LoraBatch:
-    """One group of these token rows and adapter rows."""
-
-    def table(values: list[int], length: int) -> Tensor:
-        return torch.tensor([*values, *[-1] * (length - len(values))]).int()
-
-    return LoraBatch(
-        token_T=table(tokens, T),
-        group_start_G1=torch.tensor([0, len(tokens)]).int(),
-        row_P=table(rows, P),
-        rank_start_G1=torch.tensor([0, len(rows)]).int(),
-    )
+def grouped(program: Program, tokens: list[int], T: int, row_block: int) -> LoraBatch:
+    """An adapter in this row block, on these of T token rows."""
+    place = Residence(version="x", slot=0, row_blocks=(row_block,))
+    slot_T = np.full(T, -1)
+    slot_T[tokens] = 0
+    return pack_lora(program.config, [place], slot_T, T)
 
 
 def test_sums_are_rounded_once_in_bfloat16() -> None:
@@ -394,7 +389,7 @@ def test_sums_are_rounded_once_in_bfloat16() -> None:
 
     h_TD, rows = random(6, D), AdapterRows(a_SPD=random(1, P, D), b_PO=random(P, V))
     base = F.linear(h_TD[1:5], params.head_VD).float()
-    got = logits(params, h_TD, torch.arange(1, 5), rows, grouped([1, 3], 4, [*range(8, 16)], P))
+    got = logits(params, h_TD, torch.arange(1, 5), rows, grouped(program, [1, 3], 4, 1))
     delta = h_TD[1:5].float() @ rows.a_SPD[0, 8:].float().T @ rows.b_PO[8:].float()
     assert got.dtype == torch.float32
     assert torch.equal(got[[0, 2]], base[[0, 2]])
@@ -405,7 +400,7 @@ def test_sums_are_rounded_once_in_bfloat16() -> None:
     batch = pack(program.config, schedule(program.config, state.host)[1])
     T = len(batch.token_T)
     lora = EmbedLora(
-        lora=grouped([0, 2], T, [*range(8, 16)], P),
+        lora=grouped(program, [0, 2], T, 1),
         block_TC=torch.tensor([[1], [-1], [1], *[[-1]] * (T - 3)]),
         column_P=torch.tensor([*[-1] * 8, *range(8)]),
     )
