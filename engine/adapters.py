@@ -122,7 +122,7 @@ def deliver(state: EngineState, event: AdapterLoaded | AdapterFailed) -> EngineS
         except AdapterError as error:
             event = AdapterFailed(name=event.name, error=str(error))
     host = _fail_waiting(state.config, state.host, event)
-    return replace(state, host=host)
+    return drop_blobs(replace(state, host=host))
 
 
 def deliver_loaded(state: EngineState, event: AdapterLoaded) -> EngineState:

@@ -1,13 +1,20 @@
 """Which waiting requests become rows: prefix hits, first blocks, places for adapters."""
 
+from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from purestep.engine.config import Config, row_limit
-from purestep.engine.planning import versions_in_use
 from purestep.engine.policy import Order
-from purestep.state.adapters import AdapterLedger, activate, victims_for
+from purestep.state.adapters import (
+    AdapterLedger,
+    activate,
+    renew_reservations,
+    reserve,
+    victims_for,
+)
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState, Rows, completion, make_row
 from purestep.state.request import Completion, FinishReason, RequestState, frozen
@@ -34,10 +41,25 @@ def admit(
     """Admit in order while tokens, rows, blocks and adapter places last.
 
     A request whose adapter finds no place is skipped, the next may fit; one that finds no blocks
-    stops the admission, or large prompts would wait for ever behind small ones.
+    stops the admission, or large prompts would wait for ever behind small ones. Base requests are
+    never skipped.
+
+    Bounded wait: a request that is skipped `adapter_age_limit` steps after it was queued gets a
+    promise (`state/adapters.py: reserve`): the place of adapters whose running rows are let run
+    out. Until it is taken these get no new rows and no other adapter comes in, so that, given free
+    blocks and a policy that puts nothing else in front, the request is admitted at most
+
+        adapter_age_limit + the longest remaining run of those rows
+
+    steps after it was queued, where a row's run is the steps it still needs, counted from the step
+    of the promise on: one for each token, and one for each chunk of its prompt. For the promise is
+    made in the step in which the age limit is reached, the rows it waits for do not increase, and
+    each of them ends or computes in every step. With `adapter_preemption` rows are preempted in the
+    next step once they have drawn a token, and the bound is `adapter_age_limit + 1` if all have.
     """
-    out = Admitted.none(host.adapters)
-    in_use = set(versions_in_use(running))
+    out = Admitted.none(renew_reservations(host.adapters))
+    counts = Counter(version for version in running.versions if version is not None)
+    in_use = set(counts)
     skipped = []
     soon = (host.requests[i].version for i in order.waiting[: config.max_rows])
     wanted = {version for version in soon if version is not None}
@@ -59,9 +81,11 @@ def admit(
             break
         if record.version is not None:
             in_use.add(record.version)
+            counts[record.version] += 1
             if record.version not in out.adapters.resident:
-                out.adapters = activate(out.adapters, record.version, victims)
+                out.adapters = renew_reservations(activate(out.adapters, record.version, victims))
         room -= _start_row(config, record, draft, room, out)
+    out.adapters = _with_promises(config, host, out.adapters, skipped, counts)
     if skipped and not (running.ids or out.rows):
         # Nothing runs, so only pins can be in the way, and no later step would change that.
         pins = len(host.adapters.pins)
@@ -69,6 +93,7 @@ def admit(
         out.ended += [
             ended_request(config, r, FinishReason.ERROR, f"adapter {r.request.adapter!r}: {why}")
             for r in skipped
+            if victims_for(host.adapters, r.version, ()) is None
         ]
     return out
 
@@ -77,10 +102,31 @@ def _adapter_place(
     ledger: AdapterLedger, version: str | None, in_use: set[str], wanted: set[str]
 ) -> tuple[str, ...] | None:
     """Whom to evict for this version (nobody, often); None when there is no place."""
-    if version is None or version in ledger.resident:
+    if version is None:
         return ()
-    spared = victims_for(ledger, version, in_use | wanted)
-    return victims_for(ledger, version, in_use) if spared is None else spared
+    others = {v for r in ledger.reservations if r.version != version for v in r.victims}
+    if version in ledger.resident:
+        return None if version in others else ()
+    if ledger.reservations and all(r.version != version for r in ledger.reservations):
+        return None
+    spared = victims_for(ledger, version, in_use | others | wanted)
+    return victims_for(ledger, version, in_use | others) if spared is None else spared
+
+
+def _with_promises(
+    config: Config,
+    host: HostState,
+    ledger: AdapterLedger,
+    skipped: list[RequestState],
+    counts: Mapping[str, int],
+) -> AdapterLedger:
+    """The ledger with a promise for each adapter that a request has waited too long for."""
+    for record in skipped:
+        known = {r.version for r in ledger.reservations}
+        old = host.step - record.queued_at >= config.adapter_age_limit
+        if old and record.version not in known and record.version not in ledger.resident:
+            ledger = reserve(ledger, record.version, counts)
+    return ledger
 
 
 def _blocks_suffice(config: Config, record: RequestState, draft: BlockDraft) -> bool:
@@ -112,7 +158,7 @@ def _start_row(
     hits = _prefix_hits(config, record, draft)
     draft.retain(hits)
     computed = len(hits) * B
-    count = min(total - computed, room)
+    count = min(total - computed, room, config.long_prefill_threshold or total)
     table = frozen([*hits, *draft.allocate(-(-(computed + count) // B) - len(hits))])
     register_blocks(config, record, table, computed, computed + count, draft)
     limit = row_limit(config, record)

@@ -24,8 +24,11 @@ class Config:
     max_context: int  # tokens of one request, prompt and generated
     max_rows: int  # running requests
     max_batched_tokens: int  # tokens computed in one step
+    long_prefill_threshold: int  # tokens of one prompt computed in one step; 0 = no such limit
     max_active_adapters: int  # distinct adapters resident on the device
     max_registered_adapters: int  # adapters kept on the host
+    adapter_age_limit: int  # steps a request may wait for its adapter's place; then one is kept
+    adapter_preemption: bool  # and its present users are preempted, not only let run out
     lora_rows: int  # rows of device memory for adapters, shared by all
     max_lora_rank: int
     prefix_caching: bool
@@ -54,6 +57,11 @@ def check_config(config: Config) -> Config:
         raise ConfigError(
             f"max_batched_tokens={config.max_batched_tokens} must be at least "
             f"max_rows={config.max_rows}, or a step could not decode every row"
+        )
+    if config.long_prefill_threshold < 0 or config.adapter_age_limit < 0:
+        raise ConfigError(
+            f"long_prefill_threshold={config.long_prefill_threshold} and "
+            f"adapter_age_limit={config.adapter_age_limit} must be at least 0"
         )
     if not 2 <= config.max_context <= config.model.max_position:
         raise ConfigError(

@@ -23,6 +23,19 @@ def fcfs(host: HostState) -> Order:
     return Order(running=host.rows.ids, waiting=host.waiting)
 
 
+def by_priority(host: HostState) -> Order:
+    """The smallest (priority, arrival) first; the largest is preempted first."""
+
+    def rank(key: str) -> tuple[int, int]:
+        record = host.requests[key]
+        return record.request.priority, record.arrival
+
+    return Order(
+        running=tuple(sorted(host.rows.ids, key=rank)),
+        waiting=tuple(sorted(host.waiting, key=rank)),
+    )
+
+
 def checked_order(host: HostState, policy: Policy) -> Order:
     """What the policy chose. Raises PolicyError unless it reorders just the requests there are."""
     order = policy(host)

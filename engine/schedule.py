@@ -36,7 +36,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     draft = BlockDraft(host.blocks)
     running = _serve_running(config, host, order, draft)
     admitted = Admitted.none(host.adapters)
-    if not running.preempted:
+    if running.admits:
         room = config.max_batched_tokens - int(running.count_R.sum())
         admitted = admit(config, host, order, draft, running.rows, room)
 
@@ -85,6 +85,7 @@ class _Running:
     rows: Rows
     count_R: np.ndarray
     preempted: tuple[str, ...]
+    admits: bool  # no row had to leave for want of blocks
     records: dict[str, RequestState]  # of the preempted
     ended: tuple[Completion, ...]
 
@@ -93,12 +94,16 @@ def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDr
     rows, B = host.rows, config.block_size
     place = {request_id: row for row, request_id in enumerate(rows.ids)}
     service = [place[i] for i in order.running]
-    count_R = _token_counts(rows, service, config.max_batched_tokens)
+    making_way = _rows_making_way(config, host)
+    service = [row for row in service if row not in making_way]
+    for row in making_way:
+        draft.release(rows.tables[row])
+    count_R = _token_counts(config, rows, service)
     need_R = -(-(rows.num_computed_R + count_R) // B) - -(-rows.num_computed_R // B)
     leaving, ended = _make_room(config, host, service, need_R, draft)
 
     stays = np.ones(len(rows.ids), bool)
-    stays[[*leaving, *(place[c.key] for c in ended)]] = False
+    stays[[*leaving, *making_way, *(place[c.key] for c in ended)]] = False
     tables = list(rows.tables)
     for row in np.flatnonzero(stays & (need_R > 0)).tolist():
         tables[row] = frozen([*tables[row], *draft.allocate(int(need_R[row]))])
@@ -108,27 +113,50 @@ def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDr
         record, start = host.requests[rows.ids[row]], int(rows.num_computed_R[row])
         register_blocks(config, record, tables[row], start, int(end_R[row]), draft)
     records = {}
-    for row in leaving:
+    gone = {*leaving, *making_way}
+    for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
-        records[rows.ids[row]] = replace(record, num_preemptions=record.num_preemptions + 1)
+        records[rows.ids[row]] = replace(
+            record, num_preemptions=record.num_preemptions + 1, queued_at=host.step
+        )
     if not stays.all():
         rows, count_R = take_rows(rows, np.flatnonzero(stays)), count_R[stays]
-    # The last of the service order left first; in front of the queue they keep that order.
-    preempted = tuple(host.rows.ids[row] for row in reversed(leaving))
+    # In front of the queue they keep the order of service.
+    preempted = tuple(i for i in order.running if place[i] in gone) if gone else ()
     return _Running(
-        rows=rows, count_R=count_R, preempted=preempted, records=records, ended=tuple(ended)
+        rows=rows,
+        count_R=count_R,
+        preempted=preempted,
+        admits=not leaving,
+        records=records,
+        ended=tuple(ended),
     )
 
 
-def _token_counts(rows: Rows, service: list[int], budget: int) -> np.ndarray:
-    """Tokens each row computes: one for every decoding row, then prompt chunks in order."""
+def _rows_making_way(config: Config, host: HostState) -> list[int]:
+    """Rows that are preempted for an adapter that waited too long, where the config says so.
+
+    Each has drawn a token first: two adapters could else preempt each other for ever.
+    """
+    if not (config.adapter_preemption and host.adapters.reservations):
+        return []
+    promised = {v for r in host.adapters.reservations for v in r.victims}
+    drew = np.flatnonzero(host.rows.num_tokens_R > host.rows.num_known_R).tolist()
+    return [row for row in drew if host.rows.versions[row] in promised]
+
+
+def _token_counts(config: Config, rows: Rows, service: list[int]) -> np.ndarray:
+    """Tokens each row of `service` computes: one for every decoding row, then prompt chunks."""
     remaining_R = rows.num_tokens_R - rows.num_computed_R
-    count_R = np.where(remaining_R == 1, 1, 0).astype(np.int32)
-    budget -= int(count_R.sum())
+    served_R = np.zeros(len(rows.ids), bool)
+    served_R[service] = True
+    count_R = (served_R & (remaining_R == 1)).astype(np.int32)
+    budget = config.max_batched_tokens - int(count_R.sum())
     if len(count_R) and remaining_R.max() > 1:
+        chunk = config.long_prefill_threshold or budget
         for row in service:
             if remaining_R[row] > 1:
-                count_R[row] = min(int(remaining_R[row]), budget)
+                count_R[row] = min(int(remaining_R[row]), budget, chunk)
                 budget -= int(count_R[row])
     return count_R
 

@@ -9,7 +9,7 @@ Two tiers, each in LRU order: registered (weights on the host) and resident (row
 Device memory is rows in blocks of `ROW_BLOCK`; an adapter holds as many as its true rank needs.
 """
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 
 from immutables import Map
@@ -46,6 +46,14 @@ class Residence:
 
 
 @tree
+class Reservation:
+    """The next place that `victims` leave is for `version`, whose requests waited too long."""
+
+    version: str
+    victims: tuple[str, ...]  # resident; they get no new rows until it is in
+
+
+@tree
 class AdapterLedger:
     """Names, versions and places. Slots are a view of `resident`: at most one version each."""
 
@@ -61,6 +69,7 @@ class AdapterLedger:
     device_order: tuple[str, ...]  # resident versions, least recently used first
     pins: tuple[str, ...]  # names; the versions they are bound to are never evicted
     users: Map[str, int]  # version -> live requests bound to it
+    reservations: tuple[Reservation, ...]  # oldest first
 
 
 def empty_adapters(num_slots: int, num_row_blocks: int, max_registered: int) -> AdapterLedger:
@@ -79,6 +88,7 @@ def empty_adapters(num_slots: int, num_row_blocks: int, max_registered: int) -> 
         device_order=(),
         pins=(),
         users=none,
+        reservations=(),
     )
 
 
@@ -305,6 +315,38 @@ def activate(ledger: AdapterLedger, version: str, victims: Iterable[str]) -> Ada
     )
 
 
+def renew_reservations(ledger: AdapterLedger) -> AdapterLedger:
+    """Drop the reservations of versions that are in by now or that nobody waits for any more."""
+    wanted = [
+        r.version in ledger.users and r.version not in ledger.resident for r in ledger.reservations
+    ]
+    kept = tuple(r for r, yes in zip(ledger.reservations, wanted, strict=True) if yes)
+    return ledger if len(kept) == len(ledger.reservations) else replace(ledger, reservations=kept)
+
+
+def reserve(ledger: AdapterLedger, version: str, rows: Mapping[str, int]) -> AdapterLedger:
+    """Promise `version` the place of resident adapters: of those with the fewest running rows, and
+    among equals of the least recently used.
+
+    `rows` are the running rows of each version. Without any change where no choice of adapters that
+    are neither pinned nor promised already would make room.
+    """
+    promised = {v for r in ledger.reservations for v in r.victims}
+    busy = [v for v in ledger.device_order if v in rows and v not in promised]
+    spared = {*rows, *promised}
+    victims = []
+    for candidate in sorted(busy, key=lambda v: rows[v]):  # stable: LRU among equals
+        if victims_for(ledger, version, spared) is not None:
+            break
+        if candidate not in pinned_versions(ledger):
+            victims.append(candidate)
+            spared.discard(candidate)
+    if victims_for(ledger, version, spared) is None:
+        return ledger
+    promise = Reservation(version=version, victims=tuple(victims))
+    return replace(ledger, reservations=(*ledger.reservations, promise))
+
+
 def touch(ledger: AdapterLedger, versions: Iterable[str]) -> AdapterLedger:
     """Mark the step's adapters as the most recently used, in the given order, in both tiers."""
     used = list(versions)
@@ -331,6 +373,8 @@ def check_adapters(ledger: AdapterLedger) -> None:
     rows = [b for r in ledger.resident.values() for b in r.row_blocks]
     assert len(set(rows)) == len(rows), f"a row block is held twice: {rows}"
     assert all(0 <= b < ledger.num_row_blocks for b in rows)
+    promised = [v for r in ledger.reservations for v in r.victims]
+    assert len(set(promised)) == len(promised), f"a place is promised twice: {promised}"
     for version, place in ledger.resident.items():
         assert len(place.row_blocks) == ledger.registered[version].num_row_blocks
     assert {*ledger.names.values(), *ledger.users} == set(ledger.registered)

@@ -13,7 +13,7 @@ import numpy as np
 from blake3 import blake3
 from immutables import Map
 
-from purestep.state.adapters import AdapterInfo, AdapterLedger, Residence
+from purestep.state.adapters import AdapterInfo, AdapterLedger, Reservation, Residence
 from purestep.state.blocks import BlockLedger
 from purestep.state.encoder import EncoderLedger
 from purestep.state.engine import HostState, Rows
@@ -57,6 +57,7 @@ TREES = {
         Overwrites,
         Request,
         RequestState,
+        Reservation,
         Residence,
         Rows,
         SamplingParams,

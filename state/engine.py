@@ -30,6 +30,7 @@ class Rows:
     num_computed_R: np.ndarray  # int32, tokens whose KV is written or planned
     num_tokens_R: np.ndarray  # int32, prompt and generated
     num_prompt_R: np.ndarray  # int32
+    num_known_R: np.ndarray  # int32, tokens it had when it became a row
     limit_R: np.ndarray  # int32, num_tokens at which the row ends with reason length
     temperature_R: np.ndarray  # float32
     top_k_R: np.ndarray  # int32
@@ -93,6 +94,7 @@ _COLUMNS = {
     "num_computed_R": np.int32,
     "num_tokens_R": np.int32,
     "num_prompt_R": np.int32,
+    "num_known_R": np.int32,
     "limit_R": np.int32,
     "temperature_R": np.float32,
     "top_k_R": np.int32,
@@ -219,6 +221,7 @@ def make_row(
         "num_computed_R": num_computed,
         "num_tokens_R": len(tokens),
         "num_prompt_R": num_prompt,
+        "num_known_R": len(tokens),
         "limit_R": limit,
         "temperature_R": sampling.temperature,
         "top_k_R": sampling.top_k,

@@ -10,14 +10,21 @@ from immutables import Map
 
 from purestep.state.errors import RequestError, SamplingError
 from purestep.state.pytree import tree
-from purestep.state.sampling import SamplingParams, check_sampling, is_list, is_unicode
+from purestep.state.sampling import (
+    LARGEST_INT,
+    SamplingParams,
+    check_sampling,
+    is_list,
+    is_unicode,
+)
 from purestep.state.scores import Scores
 
 
 @tree
 class Request:
     """The user's words. `adapter` None is the base model; requests share cached prefixes only
-    with requests of the same `salt`.
+    with requests of the same `salt`. `priority` matters under a policy that heeds it: smaller
+    numbers are served first.
 
     `prompt_embeds` [n, hidden size] stands in the prompt in place of ids: a token of -1 takes its
     next row, and an empty `tokens` takes all of them. The rows enter the model as they are, with no
@@ -33,6 +40,7 @@ class Request:
     adapter: str | None = None
     salt: str | None = None
     sampling: SamplingParams = SamplingParams()
+    priority: int = 0
     hidden_layers: tuple[int, ...] = ()
     prompt_embeds: Any = None  # a tensor or array; the digest of its blob once submitted
 
@@ -131,6 +139,7 @@ class RequestState:
     key: str  # the name it lives under: the request's id, or `id#1` of a second sample
     index: int  # which of the request's `n` samples
     arrival: int
+    queued_at: int  # the step before which it came into the queue, at first or once more
     version: str | None  # adapter version, bound when the adapter is there; None for base
     loading: bool  # waits for its adapter; has no version and no digests
     seed: int  # the request's own, or one derived from the engine's seed and the request's id
@@ -210,6 +219,10 @@ def checked_request(
         raise RequestError(f"{who}: salt={salt!r} must be None or a string")
     if not isinstance(request.sampling, SamplingParams):
         raise RequestError(f"{who}: sampling={request.sampling!r} must be SamplingParams")
+    if not isinstance(request.priority, int | np.integer) or abs(request.priority) > LARGEST_INT:
+        raise RequestError(
+            f"{who}: priority={request.priority!r} must be an integer in +-{LARGEST_INT}"
+        )
     sampling = check_sampling(
         request.sampling, who, vocab_size=vocab_size, has_text=has_text, processors=processors
     )
@@ -220,7 +233,13 @@ def checked_request(
         )
     generates = sampling.max_tokens > 0
     tokens = checked_tokens(request, vocab_size, max_context, generates)
-    return replace(request, tokens=tokens, sampling=sampling, hidden_layers=layers)
+    return replace(
+        request,
+        tokens=tokens,
+        sampling=sampling,
+        priority=int(request.priority),
+        hidden_layers=layers,
+    )
 
 
 def checked_layers(layers: Any, num_layers: int, who: str) -> tuple[int, ...]:

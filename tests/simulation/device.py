@@ -20,6 +20,7 @@ from torch import Tensor
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.extras import edits_of
+from purestep.engine.policy import Policy, fcfs
 from purestep.engine.schedule import schedule
 from purestep.engine.step import drop_blobs
 from purestep.state.adapters import Residence
@@ -181,9 +182,11 @@ def tear(config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, 
         return replace(device, cells=cells.finish())
 
 
-def toy_step(state: EngineState, sees: Any = None) -> tuple[EngineState, Outputs]:
+def toy_step(
+    state: EngineState, sees: Any = None, policy: Policy = fcfs
+) -> tuple[EngineState, Outputs]:
     """`purestep.engine.step.step` on the toy; `sees` is called with the plan."""
-    host, plan = schedule(state.config, state.host)
+    host, plan = schedule(state.config, state.host, policy)
     if sees is not None:
         sees(plan)
     device, result = execute(state.config, state.device, plan, state.blobs)

@@ -35,6 +35,7 @@ from purestep.engine.adapters import (
     unpin_adapter,
 )
 from purestep.engine.config import Config
+from purestep.engine.policy import Policy, by_priority, fcfs
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
@@ -59,7 +60,7 @@ from purestep.state.sampling import SamplingParams
 
 NAMES = ("sql", "chat", "fr")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}
-STEPS_TO_DRAIN = 500
+STEPS_TO_DRAIN = 1500
 
 
 @dataclass
@@ -187,6 +188,7 @@ words = st.fixed_dictionaries(
         "tokens": prompts,
         "adapter": st.sampled_from((None, *NAMES, *NAMES, "nobody")),
         "salt": st.sampled_from((None, None, "x", "sql")),
+        "priority": st.sampled_from((0, 0, -1, 2)),
         "sampling": samplings,
         "hidden_layers": st.sampled_from(((), (), (0,), (-1, 0))),
         "prompt_embeds": st.none() | st.none() | st.integers(1, 9),
@@ -216,6 +218,9 @@ class HostMachine(RuleBasedStateMachine):
             "max_active_adapters": st.integers(1, 3),
             "lora_rows": st.sampled_from((16, 24)),
             "prefix_caching": st.sampled_from((True, True, False)),
+            "long_prefill_threshold": st.sampled_from((0, 3)),
+            "adapter_age_limit": st.sampled_from((0, 3, 12)),
+            "adapter_preemption": st.booleans(),
             "tokens": st.just(TABLE),
         }
     )
@@ -224,8 +229,11 @@ class HostMachine(RuleBasedStateMachine):
         {}, optional={name: st.none() | st.sampled_from(sorted(RANKS)) for name in NAMES}
     )
 
-    @initialize(changes=config_changes, known=adapters)
-    def begin(self, changes: dict[str, Any], known: dict[str, str | None]) -> None:
+    @initialize(
+        changes=config_changes, known=adapters, policy=st.sampled_from((fcfs, fcfs, by_priority))
+    )
+    def begin(self, changes: dict[str, Any], known: dict[str, str | None], policy: Policy) -> None:
+        self.policy = policy
         self.config = toy_config(**changes)
         self.state: EngineState = toy_state(self.config)
         self.live: dict[str, Told] = {}
@@ -349,14 +357,13 @@ class HostMachine(RuleBasedStateMachine):
         before, plans = self.state, []
         if before.host.idle:
             return
-        self.state, outputs = toy_step(before, plans.append)
+        self.state, outputs = toy_step(before, plans.append, self.policy)
         self.asked += outputs.loads
         self.bound = dict(self.state.host.adapters.names)
         check_plan(before, plans[0])
         front = self.state.host.waiting[: plans[0].num_preempted]
-        assert front == tuple(i for i in before.host.rows.ids if i in front), (
-            "preempted out of turn"
-        )
+        order = self.policy(before.host).running
+        assert front == tuple(i for i in order if i in front), "preempted out of turn"
         for request_id, token, logprob in zip(
             outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
         ):
@@ -404,7 +411,7 @@ class HostMachine(RuleBasedStateMachine):
     def a_step_fails(self) -> None:
         """`execute` dies after writing: the input stays good, but for what the plan named."""
         host = self.state.host
-        _, plan = schedule(self.config, host)
+        _, plan = schedule(self.config, host, self.policy)
         device = tear(self.config, self.state.device, plan, self.state.blobs)
         if not plan.overwrites.empty:
             host = without_overwritten(host, plan.overwrites)

@@ -164,14 +164,8 @@ def with_fields(**fields: Any) -> Request:
 def test_every_field_is_tested() -> None:
     """A new field needs rows here, and then it cannot be silently ignored (SL-09)."""
     assert {f.name for f in fields(SamplingParams)} == set(SAMPLING)
-    more = {"hidden_layers", "prompt_embeds"}
-    assert {f.name for f in fields(Request)} == {
-        "id",
-        "tokens",
-        "adapter",
-        "salt",
-        "sampling",
-    } | more
+    words = "id tokens adapter salt sampling priority hidden_layers prompt_embeds"
+    assert {f.name for f in fields(Request)} == set(words.split())
 
 
 REFUSED = [(n, v, w) for n, (bad, _) in SAMPLING.items() for v, w in bad]
@@ -317,6 +311,9 @@ ODD_REQUESTS = [
     {"salt": 5},
     {"salt": b"x"},
     {"salt": "\ud800"},
+    {"priority": 0.5},
+    {"priority": "high"},
+    {"priority": 2**31},
     {"sampling": None},
     {"sampling": {"temperature": 1.0}},
 ]
