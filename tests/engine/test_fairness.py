@@ -26,7 +26,8 @@ def busy(steps: int, seed: int, **options: object) -> Iterator[tuple[Config, Hos
     rng = np.random.default_rng(seed)
     words = {"num_blocks": 400, "max_rows": 12, "max_batched_tokens": 64, "max_context": 60}
     slots = {"max_active_adapters": HOT, "max_registered_adapters": 16, "lora_rows": 8 * HOT}
-    config = toy_config(**words | slots, adapter_age_limit=LIMIT, stop_ids=(), **options)
+    fixed = {"adapter_age_limit": LIMIT, "stop_ids": ()}
+    config = toy_config(**words | slots | fixed | options)
     state = toy_state(config)
     for n in range(HOT + 3):
         state = deliver(state, loaded(f"a{n}", f"v{n}", 8, None))
@@ -107,7 +108,7 @@ def test_a_cold_adapter_comes_in_within_the_bound_for_long() -> None:
 def test_with_preemption_the_bound_is_one_step() -> None:
     """By priority too: among equals. The preempted rows come back and end with all their tokens."""
     kept = 0
-    for _, before, after in busy(2_500, 3, adapter_preemption=True):
+    for _, before, after in busy(2_500, 3, adapter_preemption=True, max_rows=40):
         for promise in before.adapters.reservations:
             drew_R = before.rows.num_tokens_R > before.rows.num_known_R
             mine_R = [version in promise.victims for version in before.rows.versions]
