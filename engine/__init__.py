@@ -3,11 +3,14 @@
 from purestep.engine.adapters import (
     AdapterFailed,
     AdapterLoaded,
+    AdapterStatus,
     deliver,
+    list_adapters,
     load_adapter,
     load_adapter_tensors,
     pin_adapter,
     register_adapter,
+    unload_adapter,
     unpin_adapter,
 )
 from purestep.engine.commit import commit
@@ -15,10 +18,11 @@ from purestep.engine.config import Config
 from purestep.engine.execute import execute
 from purestep.engine.fork import fork
 from purestep.engine.generate import generate
-from purestep.engine.loader import Loader
-from purestep.engine.policy import Order, Policy, fcfs
+from purestep.engine.loader import Loader, Resolver, folder_resolver
+from purestep.engine.policy import Order, Policy, by_priority, fcfs
 from purestep.engine.prepare import prepare
 from purestep.engine.program import Program, init, load_program, make_program
+from purestep.engine.renewal import adopt, flush, with_weights
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.snapshot import restore, snapshot
@@ -39,6 +43,7 @@ from purestep.state.sampling import SamplingParams
 __all__ = [
     "AdapterFailed",
     "AdapterLoaded",
+    "AdapterStatus",
     "BatchDescriptor",
     "Completion",
     "Config",
@@ -52,20 +57,26 @@ __all__ = [
     "Policy",
     "Program",
     "Request",
+    "Resolver",
     "SamplingParams",
     "StepPlan",
     "StepResult",
     "abort",
+    "adopt",
     "branch",
+    "by_priority",
     "commit",
     "deliver",
     "digest",
     "execute",
     "fcfs",
+    "flush",
+    "folder_resolver",
     "for_adapters",
     "fork",
     "generate",
     "init",
+    "list_adapters",
     "load_adapter",
     "load_adapter_tensors",
     "load_program",
@@ -82,5 +93,7 @@ __all__ = [
     "snapshot",
     "step",
     "submit",
+    "unload_adapter",
     "unpin_adapter",
+    "with_weights",
 ]

@@ -4,7 +4,7 @@ All return a new EngineState; files are read only by `load_adapter`.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +14,13 @@ from torch import Tensor
 from purestep.engine.admission import ended_request
 from purestep.engine.config import Config
 from purestep.engine.pool import check_linears
-from purestep.engine.requests import bind
+from purestep.engine.requests import abort_host, bind
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
 from purestep.state import adapters as ledger_of
 from purestep.state.adapters import AdapterInfo, AdapterLedger, count_users
-from purestep.state.engine import EngineState, HostState, drop_blobs
+from purestep.state.engine import EngineState, HostState, drop_blobs, progress
 from purestep.state.errors import AdapterError
-from purestep.state.request import FinishReason
+from purestep.state.request import FinishReason, RequestState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,15 +106,70 @@ def unpin_adapter(state: EngineState, name: str) -> EngineState:
     return _with_ledger(state, ledger_of.unpin(state.host.adapters, name))
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterStatus:
+    """What a state knows of one adapter name. `version`, `rank` and `nbytes` are None until its
+    weights are there (again)."""
+
+    source: str | None  # None for tensors
+    version: str | None
+    rank: int | None
+    nbytes: int | None
+    loading: bool
+    resident: bool  # on the device
+    pinned: bool
+    num_requests: int  # live ones that use this version, under whatever name
+
+
+def list_adapters(state: EngineState) -> dict[str, AdapterStatus]:
+    """Every adapter name a request may use, sorted."""
+    ledger = state.host.adapters
+    return {name: _status(ledger, name) for name in ledger_of.known_names(ledger)}
+
+
+def _status(ledger: AdapterLedger, name: str) -> AdapterStatus:
+    version = ledger.names.get(name)
+    info = None if version is None else ledger.registered[version]
+    return AdapterStatus(
+        source=ledger.sources.get(name),
+        version=version,
+        rank=info and info.rank,
+        nbytes=info and info.nbytes,
+        loading=name in ledger.loading,
+        resident=version in ledger.resident,
+        pinned=name in ledger.pins,
+        num_requests=0 if version is None else ledger.users.get(version, 0),
+    )
+
+
+def unload_adapter(state: EngineState, name: str, *, running: str = "drain") -> EngineState:
+    """Forget the adapter called `name`: from now on a request for it is refused.
+
+    `running` says what becomes of live requests that name it: "drain" lets those that have their
+    weights finish, which are freed with the last of them; "abort" ends them with an error in the
+    next step's outputs; "refuse" raises AdapterError if there are any. Those that still wait for
+    the load end with an error in any case. Raises UnknownAdapterError.
+    """
+    if running not in ("drain", "abort", "refuse"):
+        raise AdapterError(f"unload: running={running!r} must be 'drain', 'abort' or 'refuse'")
+    ledger = ledger_of.forget_name(state.host.adapters, name)
+    mine = [r for r in state.host.requests.values() if r.request.adapter == name]
+    if running == "refuse" and mine:
+        raise AdapterError(f"unload: {len(mine)} live requests use adapter {name!r}")
+    ends = [progress(state.host, r.key) for r in mine if r.loading or running == "abort"]
+    why = f"adapter {name!r} was unloaded"
+    host = end_records(state.config, replace(state.host, adapters=ledger), ends, why)
+    return drop_blobs(replace(state, host=host))
+
+
 def deliver(state: EngineState, event: AdapterLoaded | AdapterFailed) -> EngineState:
     """Tell the state how a load it asked for (`StepPlan.loads`) came out.
 
     The only way in for what was read in the background, so the order of completion is data. An
     adapter that cannot be registered counts as failed: requests that wait for it end with an error.
     """
-    source = state.host.adapters.sources.get(event.name)
-    if source is not None and event.source not in (None, source):
-        # The name was given another source meanwhile; that one is asked for by the next step.
+    if event.source not in (None, state.host.adapters.sources.get(event.name)):
+        # The name was unloaded, or given another source, which is asked for by the next step.
         return _with_ledger(state, ledger_of.load_failed(state.host.adapters, event.name))
     if isinstance(event, AdapterLoaded):
         try:
@@ -163,20 +218,17 @@ def _with_ledger(state: EngineState, ledger: AdapterLedger) -> EngineState:
 
 
 def _fail_waiting(config: Config, host: HostState, event: AdapterFailed) -> HostState:
-    failed = sorted(
-        (r for r in host.requests.values() if r.loading and r.request.adapter == event.name),
-        key=lambda record: record.arrival,
-    )
-    ended = tuple(ended_request(config, r, FinishReason.ERROR, event.error) for r in failed)
-    gone = {c.key for c in ended}
-    with host.requests.mutate() as requests:
-        for key in gone:
-            del requests[key]
-        records = requests.finish()
-    return replace(
-        host,
-        requests=records,
-        waiting=tuple(i for i in host.waiting if i not in gone),
-        adapters=ledger_of.load_failed(host.adapters, event.name),
-        ended=(*host.ended, *ended),
-    )
+    failed = [r for r in host.requests.values() if r.loading and r.request.adapter == event.name]
+    ledger = ledger_of.load_failed(host.adapters, event.name)
+    return end_records(config, replace(host, adapters=ledger), failed, event.error)
+
+
+def end_records(
+    config: Config, host: HostState, records: Iterable[RequestState], error: str
+) -> HostState:
+    """End live requests, whose records are complete, with an error that the next step tells."""
+    for record in sorted(records, key=lambda record: record.arrival):
+        host = abort_host(host, record.key)
+        completion = ended_request(config, record, FinishReason.ERROR, error)
+        host = replace(host, ended=(*host.ended, completion))
+    return host

@@ -3,17 +3,19 @@
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
 from contextlib import closing
+from dataclasses import dataclass
 
 import numpy as np
 from tqdm import tqdm
 
 from purestep.engine.adapters import deliver, register_adapter
-from purestep.engine.loader import Loader
+from purestep.engine.loader import Loader, Resolver
+from purestep.engine.policy import Policy, fcfs
 from purestep.engine.program import Program, init
 from purestep.engine.requests import submit
 from purestep.engine.step import step
 from purestep.state.engine import EngineState
-from purestep.state.errors import ConfigError, RequestError
+from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
 from purestep.state.plan import Outputs
 from purestep.state.request import Completion, FinishReason, Request, frozen
 
@@ -25,6 +27,8 @@ def generate(
     requests: Iterable[Request],
     *,
     adapters: Mapping[str, str | os.PathLike] | None = None,
+    resolver: Resolver | None = None,
+    policy: Policy = fcfs,
     window: int | None = None,
     progress: bool = False,
     on_step: Callable[[Outputs], None] | None = None,
@@ -33,9 +37,10 @@ def generate(
 
     `requests` may be any iterable; at most `window` requests (default: twice `max_rows`) are live
     and one more is pulled. `adapters` maps names to PEFT folders, each read in the background when
-    the first request needs it. A request that is refused or whose adapter fails yields a Completion
-    with reason "error"; the others are unaffected. `on_step` sees every step's outputs; `progress`
-    shows a bar.
+    the first request needs it; `resolver` finds the folder of a name that is not there (see
+    `folder_resolver`), once. `policy` says who is served first. A request that is refused or whose
+    adapter fails yields a Completion with reason "error"; the others are unaffected. `on_step` sees
+    every step's outputs; `progress` shows a bar.
     """
     state = init(program)
     for name, source in (adapters or {}).items():
@@ -46,16 +51,35 @@ def generate(
     total = len(requests) if hasattr(requests, "__len__") else None
     bar = tqdm(total=total, disable=not progress, unit="request", smoothing=0.1)
     with Loader(program.config) as loader, closing(bar):
-        for completion in _drive(program, state, iter(requests), loader, window, on_step):
+        driver = _Driver(program=program, loader=loader, policy=policy, resolver=resolver)
+        for completion in _drive(driver, state, iter(requests), window, on_step):
             bar.update(completion.index == 0)  # the first of a request's samples
             yield completion
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Driver:
+    """What stays the same while requests run."""
+
+    program: Program
+    loader: Loader
+    policy: Policy
+    resolver: Resolver | None
+
+    def submitted(self, state: EngineState, request: Request) -> EngineState:
+        try:
+            return submit(state, request)
+        except UnknownAdapterError:
+            source = None if self.resolver is None else self.resolver(request.adapter)
+            if source is None:
+                raise
+            return submit(register_adapter(state, source, name=request.adapter), request)
+
+
 def _drive(
-    program: Program,
+    driver: _Driver,
     state: EngineState,
     requests: Iterator[Request],
-    loader: Loader,
     window: int,
     on_step: Callable[[Outputs], None] | None,
 ) -> Iterator[Completion]:
@@ -69,14 +93,14 @@ def _drive(
             if not isinstance(request, Request):
                 raise TypeError(f"generate takes Requests (see prepare), got {request!r}")
             try:
-                state = submit(state, request)
+                state = driver.submitted(state, request)
             except RequestError as error:
                 yield refused(request, error)
         if state.host.idle:
             return
-        state, outputs = step(program, state)
-        loader.ask(outputs.loads)
-        for event in loader.events(block=bool(outputs.waiting_for)):
+        state, outputs = step(driver.program, state, driver.policy)
+        driver.loader.ask(outputs.loads)
+        for event in driver.loader.events(block=bool(outputs.waiting_for)):
             state = deliver(state, event)
         if on_step is not None:
             on_step(outputs)

@@ -179,6 +179,26 @@ def num_unevictable(ledger: AdapterLedger) -> int:
     return sum(not _evictable(ledger, version) for version in ledger.registered)
 
 
+def forget_name(ledger: AdapterLedger, name: str) -> AdapterLedger:
+    """Unbind a name and forget its source and pin. Its version stays while requests use it or
+    another name is bound to it. Raises UnknownAdapterError."""
+    if name not in known_names(ledger):
+        known = known_names(ledger)
+        raise UnknownAdapterError(f"unload: no adapter is called {name!r}; known are {known}")
+    names, sources = ledger.names.mutate(), ledger.sources.mutate()
+    names.pop(name, None)
+    sources.pop(name, None)
+    return drop_unnamed(
+        replace(
+            ledger,
+            names=names.finish(),
+            sources=sources.finish(),
+            loading=tuple(n for n in ledger.loading if n != name),
+            pins=tuple(n for n in ledger.pins if n != name),
+        )
+    )
+
+
 def load_failed(ledger: AdapterLedger, name: str) -> AdapterLedger:
     """Forget a load that failed; the next request for the name tries again."""
     return replace(ledger, loading=tuple(n for n in ledger.loading if n != name))

@@ -43,10 +43,11 @@ def block_digest(parent: bytes, tokens_B: np.ndarray, extra: bytes = b"") -> byt
 def block_digests(
     parent: bytes, tokens: np.ndarray, block_size: int, extras: Sequence[bytes] = ()
 ) -> tuple[bytes, ...]:
-    """Digests of all full blocks of `tokens`, in order; a partial last block has none."""
+    """Digests of all full blocks of `tokens`, in order; a partial last block has none. Blocks
+    beyond `extras` hold ids alone."""
     digests = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        extra = extras[start // block_size] if extras else b""
+        extra = b"".join(extras[start // block_size :][:1])
         parent = block_digest(parent, tokens[start : start + block_size], extra)
         digests.append(parent)
     return tuple(digests)

@@ -47,9 +47,9 @@ def empty_device() -> ToyDevice:
     return ToyDevice(cells=Map(), row_blocks=Map())
 
 
-def cell_after(context: Sequence[bytes], version: str | None, token: int) -> bytes:
+def cell_after(context: Sequence[bytes], weights: str, version: str | None, token: int) -> bytes:
     """The KV of a token behind `context`: it depends on the position and on all that is visible."""
-    who = b"base" if version is None else b"lora" + version.encode()
+    who = weights.encode() + (b"/base" if version is None else b"/lora" + version.encode())
     return blake3(b"".join((*context, who, struct.pack("<qq", len(context), token)))).digest(8)
 
 
@@ -93,7 +93,7 @@ def next_token(
     """
     context: list[bytes] = []
     for token in tokens:
-        context.append(cell_after(context, version, token))
+        context.append(cell_after(context, config.weights, version, token))
     s = record.request.sampling
     knobs = (s.temperature, s.top_k, s.top_p, s.min_p)
     edits = edits_of(config, record, 0)
@@ -124,7 +124,7 @@ def execute(
         for row, version in enumerate(versions):
             for place, token, position in _window(config, plan, row, tokens_T):
                 context = _visible(config, cells, plan.tables[row], position)
-                cells[place] = cell_after(context, version, token)
+                cells[place] = cell_after(context, config.weights, version, token)
         news = [_drawn(config, cells, plan, row, s) for s, row in enumerate(_sampled(plan))]
         scored = [_scored(config, cells, plan, row) for row in plan.scored]
         hidden = [_hidden(config, cells, plan, row) for row in plan.hidden]

@@ -32,10 +32,12 @@ from purestep.engine.adapters import (
     deliver_loaded,
     pin_adapter,
     register_adapter,
+    unload_adapter,
     unpin_adapter,
 )
 from purestep.engine.config import Config
 from purestep.engine.policy import Policy, by_priority, fcfs
+from purestep.engine.renewal import adopt, flush
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
@@ -85,6 +87,10 @@ class Told:
         tokens = list(self.request.tokens) or [-1] * len(embeds)
         rows = iter(() if embeds is None else embeds)
         return [embedding_number(next(rows)) if t == -1 else t for t in tokens]
+
+    @property
+    def scores(self) -> bool:
+        return self.request.sampling.prompt_logprobs is not None
 
     @property
     def sequence(self) -> list[int]:
@@ -204,6 +210,13 @@ def with_embeds(chosen: dict[str, Any]) -> dict[str, Any]:
     tokens = [-1] * count + list(chosen["tokens"][:3]) if count % 2 else []
     rows = torch.arange(8 * count).view(count, 8) // 8 % 3  # a few different ones
     return chosen | {"prompt_embeds": rows.float(), "tokens": tokens}
+
+
+@dataclass(frozen=True)
+class _Program:
+    """As much of a program as `adopt` looks at."""
+
+    config: Config
 
 
 class HostMachine(RuleBasedStateMachine):
@@ -338,6 +351,38 @@ class HostMachine(RuleBasedStateMachine):
         if self.state.host.adapters.names.get(name) == version:
             self.load_came_out(name, version)
 
+    @rule(name=st.sampled_from(NAMES), running=st.sampled_from(("drain", "abort", "refuse")))
+    def unload(self, name: str, running: str) -> None:
+        if name not in self.state.host.adapters.sources and name not in self.bound:
+            self.refused(UnknownAdapterError, lambda: unload_adapter(self.state, name))
+            return
+        mine = [told for told in self.live.values() if told.request.adapter == name]
+        live = [t for t in mine if any(t is self.live.get(k) for k in self.state.host.requests)]
+        if running == "refuse" and live:
+            self.refused(AdapterError, lambda: unload_adapter(self.state, name, running=running))
+            return
+        self.state = unload_adapter(self.state, name, running=running)
+        self.bound = dict(self.state.host.adapters.names)
+        assert name not in self.bound
+        for told in live:
+            assert not told.bound or running == "abort" or told.version in self.state.blobs
+
+    @rule()
+    def flush(self) -> None:
+        self.state = flush(self.state)
+        assert not self.state.host.blocks.block_of
+
+    @rule()
+    def other_weights(self) -> None:
+        """What was read before is told already; positions that follow are of the new weights, so
+        only requests that collect nothing over time are compared."""
+        watched = [t for t in self.live.values() if t.request.hidden_layers or t.scores]
+        if watched:
+            return
+        self.number += 1
+        self.config = replace(self.config, weights=f"weights {self.number}")
+        self.state = adopt(_Program(self.config), self.state)
+
     @rule(name=st.sampled_from(NAMES))
     def pin_or_unpin(self, name: str) -> None:
         if name in self.state.host.adapters.pins:
@@ -385,7 +430,7 @@ class HostMachine(RuleBasedStateMachine):
             assert (due is None) == (request_id not in ended), f"{request_id}: {due}"
         for key, completion in ended.items():
             self.check_completion(completion, key in outputs.ids)
-            check_extras(completion, self.live.pop(key))
+            check_extras(self.config, completion, self.live.pop(key))
 
     def check_completion(self, completion: Completion, has_news: bool) -> None:
         told = self.live[completion.key]
@@ -464,7 +509,7 @@ class HostMachine(RuleBasedStateMachine):
         raise AssertionError(f"after {STEPS_TO_DRAIN} steps these still live: {sorted(self.live)}")
 
 
-def check_extras(completion: Completion, told: Told) -> None:
+def check_extras(config: Config, completion: Completion, told: Told) -> None:
     """Texts, scores and hidden states of a request that ended, whatever happened on the way."""
     sampling, prompt = told.request.sampling, told.prompt
     if sampling.stream and completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
@@ -479,7 +524,8 @@ def check_extras(completion: Completion, told: Told) -> None:
         return
     contexts: list[list[bytes]] = [[]]
     for token in told.sequence:
-        contexts.append([*contexts[-1], cell_after(contexts[-1], told.version, token)])
+        cell = cell_after(contexts[-1], config.weights, told.version, token)
+        contexts.append([*contexts[-1], cell])
     if sampling.prompt_logprobs is not None and told.index == 0:
         scores = [
             scores_of(context, max(token, -1), sampling.prompt_logprobs)

@@ -1,0 +1,83 @@
+"""What makes cached KV worthless: `flush`, and other weights for the base model."""
+
+from dataclasses import replace
+
+from purestep.engine.config import Config
+from purestep.engine.program import Program
+from purestep.engine.requests import bind
+from purestep.models.decoder import Params
+from purestep.state.blocks import BlockDraft
+from purestep.state.engine import (
+    EngineState,
+    HostState,
+    all_tokens,
+    drop_copies,
+    progress,
+    quiet,
+    take_rows,
+)
+from purestep.state.errors import ConfigError
+from purestep.state.hashing import block_digests
+from purestep.state.request import RequestState
+
+
+def flush(state: EngineState) -> EngineState:
+    """Forget all cached prefixes. Running requests keep their blocks, which nobody else will find.
+
+    Raises StepError when a plan is in flight.
+    """
+    host = quiet(state.host, "flush")
+    draft = BlockDraft(host.blocks)
+    for block in list(host.blocks.digest_of):
+        draft.forget(block)
+    return replace(state, host=replace(host, blocks=draft.finish()))
+
+
+def with_weights(program: Program, params: Params, *, version: str) -> Program:
+    """The same program over other weights of the same model, which `version` names.
+
+    Give `adopt` every state that is to go on with it. Raises ConfigError for the version it has.
+    """
+    if version == program.config.weights:
+        raise ConfigError(f"with_weights: version={version!r} is the one the program has")
+    return replace(program, params=params, config=replace(program.config, weights=version))
+
+
+def adopt(program: Program, state: EngineState) -> EngineState:
+    """The state, to be stepped by a program whose weights are other ones.
+
+    Live requests keep the tokens, scores and hidden states they have; their KV is computed anew,
+    and KV of the old weights is never found again. Raises ConfigError where more than the weights
+    differs, StepError when a plan is in flight.
+    """
+    config = replace(state.config, weights=program.config.weights)
+    if replace(program.config, num_blocks=config.num_blocks) != config:
+        raise ConfigError("adopt: the program differs from the state's in more than its weights")
+    host = _recomputed(config, quiet(flush(state).host, "adopt"))
+    return replace(state, config=config, host=host)
+
+
+def _recomputed(config: Config, host: HostState) -> HostState:
+    """All rows back in front of the queue, all digests made anew."""
+    records = {key: _rebound(config, progress(host, key)) for key in host.requests}
+    draft = BlockDraft(host.blocks)
+    for table in host.rows.tables:
+        draft.release(table)
+    return replace(
+        host,
+        requests=host.requests.update(records),
+        waiting=(*host.rows.ids, *host.waiting),
+        copies=drop_copies(host.copies, draft),
+        rows=take_rows(host.rows, []),
+        blocks=draft.finish(),
+    )
+
+
+def _rebound(config: Config, record: RequestState) -> RequestState:
+    if record.loading:
+        return record
+    record = bind(config, record, record.version)
+    if not config.prefix_caching:
+        return record
+    digests = block_digests(record.root, all_tokens(record), config.block_size, record.block_extras)
+    return replace(record, generated_digests=digests[len(record.prompt_digests) :])
