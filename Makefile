@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-fast lint adapters clean
+.PHONY: demo test test-fast lint bench adapters clean
 
 demo: $(VENV)/ready
 	$(RUN) -m tests.examples.demo
@@ -18,6 +18,10 @@ test-fast: $(VENV)/ready
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
+
+# Minutes on a quiet machine; BENCH="--rounds 1 --json FILE" and the like are passed on.
+bench: $(VENV)/ready
+	$(RUN) -m bench.cpu_generate $(BENCH)
 
 # Trains the demo's adapters anew (they are committed, so nothing else needs this).
 adapters: $(VENV)/ready

@@ -153,7 +153,8 @@ def compete(
             theirs = generate(oracle, prompts_RT, names, sizes.new)
             if turn < 0:  # the warm-up
                 differ = int((mine[1] != theirs[1]).any(1).sum())
-                print(f"{case} {dtype}: {differ} of {sizes.rows} rows differ from {peer}'s tokens")
+                what = f"{differ} of {sizes.rows} rows differ from {peer}'s tokens"
+                print(f"{case} {dtype}: {what}", flush=True)
                 continue
             for name, (seconds, _) in ((case, mine), (peer, theirs)):
                 runs.setdefault(name, []).append(sizes.rows * sizes.new / seconds)

@@ -73,11 +73,16 @@ def lora_add_ref_(
     check_lora_add(y_TO, x_TD, a_SPD, b_PO, row_R, foreign_TR, span_C2, out_sizes)
     kept_BO = y_TO.index_select(0, bare_B)  # adding 0 would turn -0 into 0
     rows = row_R.tolist()
-    chunks = (tensor.split(CHUNK) for tensor in (y_TO, x_TD, foreign_TR))
-    for y_tO, x_tD, foreign_tR, (lo, hi) in zip(*chunks, span_C2.tolist(), strict=True):
-        if lo < hi:
-            foreign_tr = foreign_tR[:, lo:hi]
-            _add_chunk_(y_tO, x_tD, a_SPD, b_PO, rows[lo:hi], foreign_tr, out_sizes)
+    for c, (lo, hi) in enumerate(span_C2.tolist()):
+        if lo == hi:
+            continue
+        parts = y_TO, x_TD, foreign_TR
+        if len(y_TO) > CHUNK:
+            parts = tuple(tensor[c * CHUNK : (c + 1) * CHUNK] for tensor in parts)
+        y_tO, x_tD, foreign_tr = parts
+        if hi - lo < len(rows):
+            foreign_tr = foreign_tr[:, lo:hi]
+        _add_chunk_(y_tO, x_tD, a_SPD, b_PO, rows[lo:hi], foreign_tr, out_sizes)
     if len(kept_BO):
         y_TO.index_copy_(0, bare_B, kept_BO)
 

@@ -1,0 +1,52 @@
+"""The blocked product against float64, and the law that rows do not see each other.
+
+T token rows, D input width, O output width.
+"""
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import given
+from torch import Tensor
+
+from purestep.models.linear import BLOCK_WIDTHS, HAS_MKL, block_width, product
+
+WIDTHS = [1, 7, 32, 48, 64, 96, 128, 160, 192, 257, 288, 384]
+
+
+def inputs(T: int, D: int, O: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: E741
+    source = torch.Generator().manual_seed(T + 100 * D + 7 * O)
+    w_OD = torch.randn(O, D, generator=source) * D**-0.5
+    return torch.randn(T, D, generator=source), w_OD, torch.randn(O, generator=source)
+
+
+@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(WIDTHS), st.booleans())
+def test_equals_the_definition(T: int, D: int, O: int, has_bias: bool) -> None:  # noqa: E741
+    x_TD, w_OD, bias_O = inputs(T, D, O)
+    y_TO = product(x_TD, w_OD, bias_O if has_bias else None)
+    want = x_TD.double() @ w_OD.double().T + (bias_O.double() if has_bias else 0)
+    torch.testing.assert_close(y_TO.double(), want, rtol=1e-5, atol=1e-5)
+    assert y_TO.is_contiguous()
+    before = w_OD.clone(), bias_O.clone(), x_TD.clone()
+    y_TO.fill_(3.0)  # it shares memory with nothing
+    assert all(map(torch.equal, before, (w_OD, bias_O, x_TD)))
+
+
+@given(st.integers(1, 40), st.sampled_from(WIDTHS), st.data())
+def test_other_rows_change_no_bit(T: int, O: int, data: st.DataObject) -> None:  # noqa: E741
+    x_TD, w_OD, bias_O = inputs(T, 48, O)
+    kept = data.draw(st.integers(0, T - 1))
+    want = product(x_TD, w_OD, bias_O)[kept]
+    others = torch.full_like(x_TD, float("nan"))
+    others[kept] = x_TD[kept]
+    assert torch.equal(product(others, w_OD, bias_O)[kept], want)
+
+
+@pytest.mark.skipif(not HAS_MKL, reason="blocks are for MKL")
+def test_blocks_divide_the_widths_of_real_models() -> None:
+    for width in (576, 960, 3072, 49152, 151936, 128256, 32000):
+        block = block_width(torch.empty(width, 0))
+        assert block in BLOCK_WIDTHS
+        assert width % block == 0
+    assert block_width(torch.empty(257, 0)) == 0
+    assert block_width(torch.empty(96, 0, dtype=torch.bfloat16)) == 0
