@@ -207,12 +207,10 @@ def pack_lora(
     order_R = np.argsort(row_R)
     slot_T = _padded(slot_T, num_rows, -1)
     foreign_TR = torch.from_numpy(slot_T[:, None] != owner_R[order_R])
-    bare_B = np.flatnonzero(slot_T < 0)
     return LoraBatch(
         row_R=torch.tensor(row_R[order_R], device=config.device),
         foreign_TR=foreign_TR.to(config.device),
         span_C2=chunk_spans(foreign_TR),
-        bare_B=torch.tensor(bare_B, device=config.device),
     )
 
 

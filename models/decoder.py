@@ -252,7 +252,6 @@ def add_deltas_(
         lora.row_R,
         lora.foreign_TR,
         lora.span_C2,
-        lora.bare_B,
         out_sizes,
     )
 
@@ -323,4 +322,3 @@ def _mark_batch(cos_TC: Tensor, sin_TC: Tensor, batch: Batch) -> None:
         mark_unbacked(batch.lora.row_R, 0)
         mark_unbacked(batch.lora.foreign_TR, (0, 1))
         mark_unbacked(batch.lora.span_C2, 0)
-        mark_unbacked(batch.lora.bare_B, 0)

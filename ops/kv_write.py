@@ -21,8 +21,8 @@ def kv_write_ref_(kv: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_index_T: Tensor) 
     """The specification, in plain torch; also what runs without a GPU."""
     check_kv_write(kv, k_TKH, v_TKH, kv_index_T)
     places = kv.view(2, -1, *kv.shape[3:])
-    live_L = (kv_index_T >= 0).nonzero().squeeze(1)
-    if len(live_L) < len(kv_index_T):
+    if kv_index_T.numel() and kv_index_T.min() < 0:
+        live_L = (kv_index_T >= 0).nonzero().squeeze(1)
         k_TKH, v_TKH, kv_index_T = k_TKH[live_L], v_TKH[live_L], kv_index_T[live_L]
     places[0].index_copy_(0, kv_index_T, k_TKH)
     places[1].index_copy_(0, kv_index_T, v_TKH)

@@ -1,7 +1,7 @@
 """lora_add_: add every token's own low-rank delta to the output of one fused linear.
 
 T tokens, D input width, O output width, S slices of O (fused projections), P paged adapter rows,
-R rows of the step's adapters, B tokens without an adapter, C chunks of t tokens and r rows each.
+R rows of the step's adapters, C chunks of t tokens and r rows each.
 """
 
 from collections.abc import Sequence
@@ -22,16 +22,15 @@ def lora_add_(
     row_R: Tensor,
     foreign_TR: Tensor,
     span_C2: Tensor,
-    bare_B: Tensor,
     out_sizes: Sequence[int],
 ) -> None:
     """y[t, slice s] += sum over r of (x[t] . a[s, row[r]]) * b[row[r], slice s], in place.
 
     `row_R` (int64) are the adapter rows of the step, ascending, and `foreign_TR` (bool) is true
-    where row r is not token t's; `bare_B` (int64) are the tokens to which all are, and `span_C2` is
-    `chunk_spans(foreign_TR)`. `out_sizes` are the slices' widths. Sums are fp32 and rounded once,
-    at the final add. Mutates `y_TO` only; a token without an adapter keeps its bits. Adapter rows
-    that are not listed may hold anything, those of B that are listed must be finite.
+    where row r is not token t's; `span_C2` is `chunk_spans(foreign_TR)`. `out_sizes` are the
+    slices' widths. Sums are fp32 and rounded once, at the final add. Mutates `y_TO` only; a token
+    without an adapter keeps its values (a -0 may become 0). Adapter rows that are not listed may
+    hold anything, those of B that are listed must be finite.
 
     At one T a token's bits do not depend on the other tokens or their adapters: what is foreign
     enters the second product as zeros, and the sums of a product run in the same order whatever
@@ -41,7 +40,7 @@ def lora_add_(
     Raises ValueError for shapes that do not fit.
     """
     torch.ops.purestep.lora_add_(
-        y_TO, x_TD, a_SPD, b_PO, row_R, foreign_TR, span_C2, bare_B, list(out_sizes)
+        y_TO, x_TD, a_SPD, b_PO, row_R, foreign_TR, span_C2, list(out_sizes)
     )
 
 
@@ -66,25 +65,16 @@ def lora_add_ref_(
     row_R: Tensor,
     foreign_TR: Tensor,
     span_C2: Tensor,
-    bare_B: Tensor,
     out_sizes: Sequence[int],
 ) -> None:
     """The specification, in plain torch; also what runs without a GPU."""
     check_lora_add(y_TO, x_TD, a_SPD, b_PO, row_R, foreign_TR, span_C2, out_sizes)
-    kept_BO = y_TO.index_select(0, bare_B)  # adding 0 would turn -0 into 0
     rows = row_R.tolist()
-    for c, (lo, hi) in enumerate(span_C2.tolist()):
-        if lo == hi:
-            continue
-        parts = y_TO, x_TD, foreign_TR
-        if len(y_TO) > CHUNK:
-            parts = tuple(tensor[c * CHUNK : (c + 1) * CHUNK] for tensor in parts)
-        y_tO, x_tD, foreign_tr = parts
-        if hi - lo < len(rows):
-            foreign_tr = foreign_tr[:, lo:hi]
-        _add_chunk_(y_tO, x_tD, a_SPD, b_PO, rows[lo:hi], foreign_tr, out_sizes)
-    if len(kept_BO):
-        y_TO.index_copy_(0, bare_B, kept_BO)
+    for chunk, (lo, hi) in enumerate(span_C2.tolist()):
+        if lo < hi:
+            tokens = slice(chunk * CHUNK, (chunk + 1) * CHUNK)
+            foreign_tr = foreign_TR[tokens, lo:hi]
+            _add_chunk_(y_TO[tokens], x_TD[tokens], a_SPD, b_PO, rows[lo:hi], foreign_tr, out_sizes)
 
 
 def _add_chunk_(
@@ -145,7 +135,7 @@ def check_lora_add(
 torch.library.define(
     "purestep::lora_add_",
     "(Tensor(a!) y_TO, Tensor x_TD, Tensor a_SPD, Tensor b_PO, Tensor row_R, Tensor foreign_TR,"
-    " Tensor span_C2, Tensor bare_B, int[] out_sizes) -> ()",
+    " Tensor span_C2, int[] out_sizes) -> ()",
 )
 torch.library.impl("purestep::lora_add_", ("cpu", "cuda"), lora_add_ref_)
 # The fake reads no size, so that a compiled graph fits every number of tokens.

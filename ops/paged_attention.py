@@ -14,6 +14,10 @@ from torch import Tensor
 
 MAX_COPY_BYTES = 4 << 20  # of keys and values that are copied at a time: they stay in a cache
 
+# Window, whether addresses are aligned, whether lone queries go together, the sizes of a block,
+# the device.
+Options = tuple[int, bool, bool, tuple[int, ...], torch.device]
+
 
 def paged_attention(
     q_TNH: Tensor,
@@ -67,23 +71,86 @@ def paged_attention_ref(
     # CPU kernels were seen to give other last bits at addresses that are not a multiple of 16.
     # Head sizes in use never make such; the others are copied, so that no row's place matters.
     aligned = not (kv[0, 0].nbytes % 64 or q_TNH.stride(0) * q_TNH.element_size() % 64)
-    start_R1, context_R = query_start_R1.cpu().numpy(), context_len_R.cpu().numpy()
-    count_R, table_RM = np.diff(start_R1), block_table_RM.cpu().numpy()
-    together_R = (count_R == 1) & (q_TNH.dtype == torch.float32)
+    together = q_TNH.dtype == torch.float32
+    options = window, aligned, together, tuple(kv.shape[2:]), kv.device
+    layout = _remembered_layout(query_start_R1, context_len_R, block_table_RM, options)
+    for row in layout.others:
+        k_KcH, v_KcH = _visible(kv, whole if aligned else None, row.blocks, row.begin, row.length)
+        q_NnH = q_NTH[:, row.start : row.end] if aligned else q_NTH[:, row.start : row.end].clone()
+        o_NnH = _attend(q_NnH, k_KcH, v_KcH, scale, window)
+        o_TNH[row.start : row.end] = o_NnH.transpose(0, 1)
+    for rows in layout.singles:
+        _attend_singles_(o_TNH, q_TNH, kv, rows, scale)
+    if layout.num_tokens < len(o_TNH):
+        o_TNH[layout.num_tokens :] = 0
+    return o_TNH
+
+
+class Other(NamedTuple):
+    """A row that goes alone: its tokens, and which places of which blocks it sees."""
+
+    start: int
+    end: int
+    blocks: list[int]
+    begin: int  # the first place it sees, in the first of these blocks
+    length: int
+
+
+class Singles(NamedTuple):
+    """R rows with one query, which go together: p places are copied for each."""
+
+    token_R: Tensor  # int64
+    block_Rm: Tensor  # flat, m blocks of each row
+    unseen: Tensor  # places among the R * p copied ones that the rows do not see
+    mask_R11p: Tensor  # float32: 0 where a row sees a place, else minus infinity
+
+
+class Layout(NamedTuple):
+    """Who attends to what: the same in every layer of a step, whatever the keys and values hold."""
+
+    num_tokens: int
+    others: list[Other]
+    singles: list[Singles]
+
+
+def _remembered_layout(
+    query_start_R1: Tensor, context_len_R: Tensor, block_table_RM: Tensor, options: Options
+) -> Layout:
+    """`_layout`, kept with the block table: made anew for each of 30 layers it took 0.6 ms each.
+
+    Looking it up costs no synchronisation; another tensor, or a change in place, makes it anew.
+    """
+    tables = query_start_R1, context_len_R, block_table_RM
+    versions = [0 if t.is_inference() else t._version for t in tables]
+    known = getattr(block_table_RM, "_purestep_layouts", None)
+    if known is None or known[0] is not query_start_R1 or known[1] is not context_len_R:
+        known = None
+    if known is None or known[2] != versions:
+        known = (query_start_R1, context_len_R, versions, {})
+        block_table_RM._purestep_layouts = known
+    layouts = known[3]
+    if options not in layouts:
+        layouts[options] = _layout(*(t.cpu().numpy() for t in tables), options)
+    return layouts[options]
+
+
+def _layout(
+    start_R1: np.ndarray, context_R: np.ndarray, table_RM: np.ndarray, options: Options
+) -> Layout:
+    window, aligned, together, (size, K, H), device = options
+    count_R, others = np.diff(start_R1), []
+    together_R = (count_R == 1) & together
     for r in np.flatnonzero((count_R > 0) & ~together_R).tolist():
         start, end, context = int(start_R1[r]), int(start_R1[r + 1]), int(context_R[r])
         first = max(0, context - (end - start) + 1 - window) if window else 0
-        k_KcH, v_KcH = _visible(kv, whole if aligned else None, table_RM[r], first, context)
-        q_NnH = q_NTH[:, start:end] if aligned else q_NTH[:, start:end].clone()
-        o_NnH = _attend(q_NnH, k_KcH, v_KcH, scale, window)
-        o_TNH[start:end] = o_NnH.transpose(0, 1)
-    if together_R.any():
-        singles = np.flatnonzero(together_R)
-        tables = table_RM[singles], start_R1[singles], context_R[singles]
-        for group in _groups(*tables, window, kv, aligned):
-            _attend_singles_(o_TNH, q_TNH, kv, group, scale)
-    o_TNH[int(start_R1[-1]) :] = 0
-    return o_TNH
+        blocks = table_RM[r, first // size : -(-context // size)].tolist()
+        others.append(Other(start, end, blocks, first % size, context - first))
+    singles = np.flatnonzero(together_R)
+    tables = table_RM[singles], start_R1[singles], context_R[singles]
+    # Where addresses matter each row goes alone.
+    most = MAX_COPY_BYTES // (8 * size * K * H) if aligned else 0  # blocks: 4 bytes, k and v
+    groups = list(_groups(*tables, window, size, most, device)) if len(singles) else []
+    return Layout(int(start_R1[-1]), others, groups)
 
 
 def _places(kv: Tensor) -> tuple[Tensor, ...]:
@@ -92,29 +159,16 @@ def _places(kv: Tensor) -> tuple[Tensor, ...]:
 
 
 def _visible(
-    kv: Tensor, whole: tuple[Tensor, ...] | None, table_M: np.ndarray, first: int, context: int
+    kv: Tensor, whole: tuple[Tensor, ...] | None, blocks: list[int], begin: int, length: int
 ) -> tuple[Tensor, Tensor]:
-    """Keys and values of positions first to context - 1. Blocks that are neighbours are not
+    """Keys and values of `length` places from `begin` on. Blocks that are neighbours are not
     copied (a view of `whole` takes 4 us at any length, gathering 64 blocks of a 135M model 75)."""
-    block_size = kv.shape[2]
-    skipped = first // block_size
-    blocks = table_M[skipped : -(-context // block_size)].tolist()
     low, high = blocks[0], blocks[-1] + 1
     if whole and high - low == len(blocks) and blocks == list(range(low, high)):
-        (k_KpH, v_KpH), begin = whole, first + (low - skipped) * block_size
+        (k_KpH, v_KpH), begin = whole, begin + low * kv.shape[2]
     else:
-        index = torch.tensor(blocks, device=kv.device)
-        (k_KpH, v_KpH), begin = _places(kv.index_select(1, index)), first - skipped * block_size
-    length = context - first
+        k_KpH, v_KpH = _places(kv.index_select(1, torch.tensor(blocks, device=kv.device)))
     return k_KpH.narrow(1, begin, length), v_KpH.narrow(1, begin, length)
-
-
-class Singles(NamedTuple):
-    """R rows with one query, which go together: p places are copied for each, of m blocks."""
-
-    token_R: np.ndarray
-    block_Rm: np.ndarray
-    seen_Rp: np.ndarray
 
 
 def _groups(
@@ -122,18 +176,18 @@ def _groups(
     token_R: np.ndarray,
     context_R: np.ndarray,
     window: int,
-    kv: Tensor,
-    aligned: bool,
+    size: int,
+    most_blocks: int,
+    device: torch.device,
 ) -> Iterator[Singles]:
     """Rows whose places round up to one number, which depends on their own context alone, as their
-    bits then do. Where addresses matter (see `aligned`) each row goes alone."""
-    size = kv.shape[2]
+    bits then do; at most `most_blocks` blocks together, but one row at least."""
     skipped_R = np.maximum(context_R - window, 0) // size if window else np.zeros_like(context_R)
     end_R = context_R - skipped_R * size
     rounded_R = end_R + -end_R % np.where(end_R <= 256, 32, 128)
     blocks_R = -(-rounded_R // size)
     for m in sorted(set(blocks_R.tolist())):
-        most = max(1, MAX_COPY_BYTES // (2 * m * kv[0, 0].nbytes)) if aligned else 1
+        most = max(1, most_blocks // m)
         same = np.flatnonzero(blocks_R == m)
         for at in range(0, len(same), most):
             rows = same[at : at + most]
@@ -142,26 +196,29 @@ def _groups(
             seen_Rp = place_p < end_R1
             if window:
                 seen_Rp &= place_p >= end_R1 - window
-            yield Singles(token_R[rows], table_RM[rows[:, None], column_Rm], seen_Rp)
+            yield Singles(
+                token_R=torch.tensor(token_R[rows], dtype=torch.int64, device=device),
+                block_Rm=torch.tensor(table_RM[rows[:, None], column_Rm].ravel(), device=device),
+                unseen=torch.tensor(np.flatnonzero(~seen_Rp), device=device),
+                mask_R11p=torch.tensor(
+                    np.where(seen_Rp, 0, -np.inf)[:, None, None], dtype=torch.float32, device=device
+                ),
+            )
 
 
 def _attend_singles_(o_TNH: Tensor, q_TNH: Tensor, kv: Tensor, rows: Singles, scale: float) -> None:
     """The query heads that share a key head stand in place of queries, so that keys and values
     need not be repeated."""
-    (K, H), device = kv.shape[3:], kv.device
-    token_R = torch.from_numpy(rows.token_R).to(device)
-    block = torch.from_numpy(rows.block_Rm).flatten().to(device)
-    seen_Rp = torch.from_numpy(rows.seen_Rp).to(device)
-    places = kv.index_select(1, block).view(2, -1, K, H)
+    K, H = kv.shape[3:]
+    places = kv.index_select(1, rows.block_Rm).view(2, -1, K, H)
     # What an unseen place holds may be NaN, which no mask and no weight of zero takes away.
-    unseen = torch.from_numpy(np.flatnonzero(~rows.seen_Rp)).to(device)
-    places.view(2, -1, K * H).index_fill_(1, unseen, 0.0)
-    k_RKpH, v_RKpH = places.unflatten(1, seen_Rp.shape).transpose(2, 3)
-    q_RKGH = q_TNH.index_select(0, token_R).unflatten(1, (K, -1))
+    places.view(2, -1, K * H).index_fill_(1, rows.unseen, 0.0)
+    k_RKpH, v_RKpH = places.unflatten(1, (len(rows.token_R), -1)).transpose(2, 3)
+    q_RKGH = q_TNH.index_select(0, rows.token_R).unflatten(1, (K, -1))
     o_RKGH = F.scaled_dot_product_attention(
-        q_RKGH, k_RKpH, v_RKpH, attn_mask=seen_Rp[:, None, None], scale=scale
+        q_RKGH, k_RKpH, v_RKpH, attn_mask=rows.mask_R11p, scale=scale
     )
-    o_TNH.index_copy_(0, token_R.long(), o_RKGH.flatten(1, 2))
+    o_TNH.index_copy_(0, rows.token_R, o_RKGH.flatten(1, 2))
 
 
 def _attend(q_NnH: Tensor, k_KcH: Tensor, v_KcH: Tensor, scale: float, window: int) -> Tensor:

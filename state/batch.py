@@ -1,7 +1,7 @@
 """What one step hands to the model: index tensors, packed from a plan.
 
 T token rows (padding included), R request rows (or adapter rows), M blocks of the longest row,
-S sampled rows, B token rows without an adapter. `-1` is padding.
+S sampled rows. `-1` is padding.
 """
 
 from torch import Tensor
@@ -16,7 +16,6 @@ class LoraBatch:
     row_R: Tensor  # int64, the adapter rows of the step's adapters, ascending, whole row blocks
     foreign_TR: Tensor  # bool, true where an adapter row is not the token's own
     span_C2: Tensor  # int64, which adapter rows a chunk of tokens needs: `chunk_spans` of the op
-    bare_B: Tensor  # int64, token rows without an adapter
 
 
 @tree

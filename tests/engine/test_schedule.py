@@ -140,7 +140,6 @@ def test_the_kernel_metadata_of_the_specification() -> None:
     own_RT = (~batch.foreign_TR).T
     assert [row.nonzero().flatten().tolist() for row in own_RT[[16, 0]]] == [[5], [0, 1, 2, 6]]
     assert torch.equal(own_RT, own_RT[[0] * 16 + [16] * 8])
-    assert batch.bare_B.tolist() == [3, 4, 7, 8]
     assert batch.span_C2.tolist() == [[0, 24]]
 
 

@@ -188,7 +188,6 @@ class World:
             row_R=torch.tensor([row for row, _ in rows]),
             foreign_TR=foreign_TR,
             span_C2=chunk_spans(foreign_TR),
-            bare_B=torch.tensor([t for t, name in enumerate(padded) if name is None]).long(),
         )
 
 
