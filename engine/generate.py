@@ -1,7 +1,7 @@
 """The offline driver: requests in, completions out, as they finish."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 
 import numpy as np
@@ -15,7 +15,7 @@ from purestep.engine.step import step
 from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError
 from purestep.state.plan import Outputs
-from purestep.state.request import Completion, FinishReason, Request, frozen
+from purestep.state.request import Completion, FinishReason, Request, frozen, num_given
 
 _END = object()  # what an exhausted iterator gives
 
@@ -93,6 +93,6 @@ def refused(request: Request, error: RequestError) -> Completion:
         logprobs=frozen((), np.float32),
         text=None,
         finish_reason=FinishReason.ERROR,
-        num_prompt_tokens=len(request.tokens) if isinstance(request.tokens, Sized) else 0,
+        num_prompt_tokens=num_given(request.tokens) or num_given(request.prompt_embeds) or 0,
         error=str(error),
     )

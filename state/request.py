@@ -186,6 +186,14 @@ class RequestState:
         return min(wants, default=None)
 
 
+def num_given(values: Any) -> int | None:
+    """How many items the caller gave; None for what is no sequence."""
+    try:
+        return len(values)
+    except TypeError:  # also of an array without dimensions
+        return None
+
+
 def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
     """A read-only one-dimensional array holding a copy of `values`."""
     array = np.array(values, dtype=dtype)

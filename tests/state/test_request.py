@@ -384,6 +384,15 @@ BAD_EMBEDS = [
     (torch.zeros(3, 8, dtype=torch.int32), (), "floats of shape .* of torch.int32"),
     ([[0.0] * 8], (), "must be a tensor or array"),
     ("digest", (), "must be a tensor or array"),
+    (np.zeros((3, 8), object), (), "floats of shape .* of object"),
+    (np.zeros((3, 8), np.longdouble), (), "floats of shape"),
+    (np.zeros((3, 8), np.complex64), (), "floats of shape .* of complex64"),
+    (np.array(1.0), (), r"floats of shape \[n, 8\], got \(\)"),
+    (torch.zeros(3, 8, device="meta"), (), "must be a dense tensor, this one is meta"),
+    (torch.zeros(3, 8).to_sparse(), (), "must be a dense tensor, this one is torch.sparse_coo"),
+    (GOOD_EMBEDS, np.array(5), r"tokens must be a flat sequence of integers, got shape \(\)"),
+    (GOOD_EMBEDS, torch.tensor(5), "tokens must be a flat sequence of integers"),
+    (GOOD_EMBEDS, None, "tokens must be a flat sequence of integers"),
     (torch.full((3, 8), NAN), (), "hold NaN or infinity"),
     (GOOD_EMBEDS, [1, 2], "has 3 rows, but tokens have 0 places"),
     (GOOD_EMBEDS, [-1, 2, -1], "has 3 rows, but tokens have 2 places"),
@@ -401,6 +410,30 @@ def test_odd_embeddings_are_refused(embeds: Any, tokens: Any, words: str) -> Non
         submit(state, Request(id="r7", tokens=tokens, prompt_embeds=embeds))
     assert digest(state.host) == before
     assert not state.blobs
+
+
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rows: rows.astype(">f4"),
+        lambda rows: rows[::-1].copy()[::-1],
+        lambda rows: rows.astype(np.float64),
+        np.asfortranarray,
+        lambda rows: torch.from_numpy(rows).requires_grad_(),
+        lambda rows: torch.from_numpy(rows).T.contiguous().T,
+    ],
+)
+def test_equal_embeddings_are_one_blob_and_a_copy(form: Any) -> None:
+    """AU-03: whatever the strides and the order of bytes; the caller's rows may change later."""
+    rows = np.arange(24, dtype=np.float32).reshape(3, 8)
+    wanted = submit(toy_state(toy_config()), Request(id="r", prompt_embeds=rows))
+    given = form(rows.copy())
+    state = submit(toy_state(toy_config()), Request(id="r", prompt_embeds=given))
+    assert digest(state.host) == digest(wanted.host)
+    given = given.detach() if isinstance(given, torch.Tensor) else given
+    given[:] = 0
+    (name,) = state.blobs
+    assert torch.equal(state.blobs[name], torch.from_numpy(rows))
 
 
 def test_logprobs_as_dictionaries() -> None:
