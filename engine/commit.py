@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from purestep.engine.config import Config
-from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends
+from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends, unsound_rows
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
@@ -50,6 +50,7 @@ def commit(
     ends = failed_rows(result, place_S[~good_S].tolist(), at_S[~good_S].tolist())
     ends |= sampled_ends(config, host, rows, changed, at_S[good_S], token_S[good_S])
     ends |= _scored_ends(plan, rows, row_of)
+    ends |= unsound_rows(plan, result, row_of)
     texts = new_texts(config, host, rows, changed, at_S[good_S], ends)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)

@@ -10,7 +10,7 @@ import numpy as np
 
 from purestep.engine.config import Config
 from purestep.state.engine import HostState, Rows, completed_record, completion
-from purestep.state.plan import StepResult
+from purestep.state.plan import StepPlan, StepResult
 from purestep.state.request import Completion, FinishReason, RequestState
 from purestep.state.text import decode, find_stop, tellable
 
@@ -33,6 +33,19 @@ def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) 
     return {
         row: End(FinishReason.ERROR, error=errors.get(place, _NOT_FINITE))
         for place, row in zip(places, rows, strict=True)
+    }
+
+
+def unsound_rows(plan: StepPlan, result: StepResult, row_of: dict[str, int]) -> dict[int, End]:
+    """The ends of rows whose prompt cannot be scored, as the logits are not finite."""
+    return {
+        row_of[plan.row_ids[probe.row]]: End(FinishReason.ERROR, error=_NOT_FINITE)
+        for probe, scores in zip(plan.scored, result.scored, strict=True)
+        if plan.row_ids[probe.row] in row_of
+        and not (
+            np.isfinite(scores.logprob_N[probe.target_N >= 0]).all()
+            and np.isfinite(scores.top_logprob_NK).all()
+        )
     }
 
 

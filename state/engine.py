@@ -56,6 +56,7 @@ class HostState:
 
     step: int  # number of the next step
     arrivals: int  # requests submitted so far
+    most_samples: int  # the largest `n` of any so far
     requests: Map[str, RequestState]  # live ones: running, waiting, loading
     waiting: tuple[str, ...]  # in order of service; preempted ones in front
     rows: Rows
@@ -130,6 +131,7 @@ def empty_host(
     return HostState(
         step=0,
         arrivals=0,
+        most_samples=1,
         requests=Map(),
         waiting=(),
         rows=rows,
@@ -318,7 +320,7 @@ def _collected(record: RequestState) -> dict[str, Any]:
     if sampling.logprobs is not None:
         tops = joined(record.tops, sampling.logprobs)
         found |= {"top_ids": tops.top_id_NK, "top_logprobs": tops.top_logprob_NK}
-    if record.scores_prompt:
+    if record.scores_prompt and record.num_scored == len(record.request.tokens) - 1:
         scores = behind_the_first(joined(record.prompt_scores, sampling.prompt_logprobs))
         found |= {
             "prompt_logprobs": scores.logprob_N,

@@ -66,8 +66,10 @@ class Completion:
 
     Logprobs are of the model's own distribution (log-softmax of the raw fp32 logits, whatever the
     sampling parameters). Those of the prompt are carried by sample 0 and start with NaN, as nothing
-    stands before the first token; `logprob_dicts` and `prompt_logprob_dicts` give them as JSON can
-    hold them. Hidden states cover every position the model has read: all but the last token drawn.
+    stands before the first token; there are none where the request ended before its whole prompt
+    was read. `logprob_dicts` and `prompt_logprob_dicts` give them as JSON can hold them. Hidden
+    states cover every position the model has read: prompt and generated tokens but the last drawn,
+    the prompt alone for max_tokens=0, less where the request ended before that.
     """
 
     id: str
@@ -88,7 +90,7 @@ class Completion:
     prompt_logprobs: np.ndarray | None = None  # float32 [P], NaN where there is no id to score
     prompt_top_ids: np.ndarray | None = None  # int32 [P, k], first row -1
     prompt_top_logprobs: np.ndarray | None = None  # float32 [P, k], first row NaN
-    hidden_states: Map[int, np.ndarray] | None = None  # layer as asked -> float32 [P + G - 1, D]
+    hidden_states: Map[int, np.ndarray] | None = None  # layer as asked -> float32 [positions, D]
 
 
 def logprob_dicts(completion: Completion) -> list[dict[int, float]]:
@@ -104,11 +106,24 @@ def prompt_logprob_dicts(
 ) -> list[dict[int, float] | None]:
     """id -> logprob for each token of the prompt, which the caller gives; None for the first.
 
-    Where an embedding stands in place of an id the likeliest tokens are there alone. Raises
-    RequestError when the request did not ask for prompt logprobs.
+    Where an embedding stands in place of an id (-1) the likeliest tokens are there alone. Raises
+    RequestError when the completion has no prompt logprobs, and for another prompt's length.
     """
+    who = f"request {completion.id!r}"
     if completion.prompt_logprobs is None:
-        raise RequestError(f"request {completion.id!r}: prompt_logprobs were not asked for")
+        if completion.index > 0:
+            why = f"sample {completion.index} carries none, sample 0 does if they were asked for"
+        elif completion.finish_reason in (FinishReason.ERROR, FinishReason.CAPACITY):
+            cause = completion.error or completion.finish_reason.value
+            why = f"it ended before its prompt was scored, if that was asked for: {cause}"
+        else:
+            why = "they were not asked for"
+        raise RequestError(f"{who} has no prompt_logprobs: {why}")
+    if len(tokens) != completion.num_prompt_tokens:
+        raise RequestError(
+            f"{who}: {len(tokens)} tokens given, but the prompt has "
+            f"{completion.num_prompt_tokens} (-1 for each embedding)"
+        )
     columns = completion.prompt_logprobs, completion.prompt_top_ids, completion.prompt_top_logprobs
     return [None, *_dicts(np.asarray(tokens)[1:], *(column[1:] for column in columns))]
 

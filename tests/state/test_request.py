@@ -3,18 +3,21 @@
 Cases SC-01, SC-05, SC-06, SL-05, SL-08, SL-09, LS-04, AU-01, AU-03, AU-05, AU-06, BC-09.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from purestep.engine.requests import abort, submit
-from purestep.simulation.device import toy_step
+from purestep.engine.adapters import AdapterFailed, deliver, register_adapter
+from purestep.engine.commit import commit
+from purestep.engine.requests import abort, abort_host, branch, submit
+from purestep.engine.schedule import schedule
+from purestep.simulation.device import execute, toy_step
 from purestep.simulation.world import VOCAB, toy_config, toy_state
 from purestep.state.canonical import digest
-from purestep.state.engine import EngineState
+from purestep.state.engine import EngineState, check_host
 from purestep.state.errors import RequestError, SamplingError, UnknownAdapterError
 from purestep.state.request import (
     Completion,
@@ -443,7 +446,7 @@ def test_logprobs_as_dictionaries() -> None:
     for token, entry in zip(completion.tokens.tolist(), logprob_dicts(completion), strict=True):
         assert token in entry
         assert len(entry) <= 3
-    with pytest.raises(RequestError, match="prompt_logprobs were not asked for"):
+    with pytest.raises(RequestError, match="no prompt_logprobs: they were not asked for"):
         prompt_logprob_dicts(completion, [1, 3, 4])
     (plain,) = run_alone(Request(id="r", tokens=[1, 3, 4]))
     assert [list(entry) for entry in logprob_dicts(plain)] == [[t] for t in plain.tokens.tolist()]
@@ -454,6 +457,63 @@ def test_logprobs_as_dictionaries() -> None:
     first, _, last = prompt_logprob_dicts(completion, tokens)
     assert first is None
     assert 4 in last
+    for others in ((), [1, 4], [1, 3, 4, 5]):
+        with pytest.raises(RequestError, match=f"{len(others)} tokens given, but the prompt has 3"):
+            prompt_logprob_dicts(completion, others)
+
+
+def test_prompt_logprobs_are_whole_or_absent() -> None:
+    """SL-08: a request that ends before its prompt is read has none, and the message says why."""
+    scored = SamplingParams(prompt_logprobs=1, n=2)
+    state = register_adapter(toy_state(toy_config()), "/a", name="a")
+    state = submit(state, Request(id="r", tokens=[1, 3, 4], adapter="a", sampling=scored))
+    state, outputs = toy_step(deliver(state, AdapterFailed(name="a", error="no such folder")))
+    first, second = outputs.finished
+    assert first.prompt_logprobs is first.prompt_top_ids is first.prompt_top_logprobs is None
+    with pytest.raises(RequestError, match=r"before its prompt was scored.*: no such folder"):
+        prompt_logprob_dicts(first, [1, 3, 4])
+    with pytest.raises(RequestError, match="sample 1 carries none, sample 0 does"):
+        prompt_logprob_dicts(second, [1, 3, 4])
+
+
+def test_a_failed_load_drops_the_embeddings_of_its_requests() -> None:
+    """MO-03: nothing names them any more."""
+    state = register_adapter(toy_state(toy_config()), "/a", name="a")
+    state = submit(state, Request(id="r", prompt_embeds=GOOD_EMBEDS, adapter="a"))
+    assert len(state.blobs) == 1
+    assert not deliver(state, AdapterFailed(name="a", error="gone")).blobs
+
+
+@pytest.mark.parametrize("where", ["logprob_N", "top_logprob_NK"])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_that_cannot_be_scored_ends_with_an_error(where: str, max_tokens: int) -> None:
+    """SL-05: logits that are not finite; the first chunk tells, the neighbour goes on. Where an
+    embedding stands, NaN is no news."""
+    config = toy_config()
+    scored = SamplingParams(prompt_logprobs=1, max_tokens=max_tokens)
+    state = submit(toy_state(config), Request(id="good", tokens=[1]))
+    rows = torch.ones(1, 8)
+    state = submit(
+        state, Request(id="bad", tokens=[1, -1, *[3] * 9], prompt_embeds=rows, sampling=scored)
+    )
+    host, plan = schedule(config, state.host)
+    _, result = execute(config, state.device, plan, state.blobs)
+    (scores,) = result.scored
+    spoiled = getattr(scores, where).copy()
+    spoiled[0] = NAN
+    after, outputs = commit(
+        config, host, plan, replace(result, scored=(replace(scores, **{where: spoiled}),))
+    )
+    if where == "logprob_N":
+        assert not outputs.finished, "the first of them is an embedding"
+        spoiled[2] = NAN
+        result = replace(result, scored=(replace(scores, **{where: spoiled}),))
+        after, outputs = commit(config, host, plan, result)
+    (completion,) = outputs.finished
+    assert (completion.id, completion.finish_reason) == ("bad", FinishReason.ERROR)
+    assert "not finite" in completion.error
+    assert completion.prompt_logprobs is None
+    check_host(after, config.block_size)
 
 
 def test_samples_live_under_names_of_their_own() -> None:
@@ -466,6 +526,40 @@ def test_samples_live_under_names_of_their_own() -> None:
             submit(state, Request(id=taken, tokens=[1]))
     assert set(abort(state, "x#1").host.requests) == {"x", "x#2"}
     assert abort(toy_step(state)[0], "x").host.idle
+
+
+def test_an_id_is_taken_while_any_sample_of_it_lives() -> None:
+    """SC-01: a second request of the name would be ended by an abort of the first."""
+    state = submit(
+        toy_state(toy_config()), Request(id="x", tokens=[1], sampling=SamplingParams(n=3))
+    )
+    state = branch(submit(state, Request(id="y", tokens=[1])), "x#2", ["z"])
+    left = replace(state, host=abort_host(abort_host(state.host, "x"), "x#1"))
+    assert set(left.host.requests) == {"x#2", "y", "z"}
+    with pytest.raises(RequestError, match="'x': a live request has the id 'x#2'"):
+        submit(left, Request(id="x", tokens=[1]))
+    with pytest.raises(RequestError, match="branch of 'y': a live request has the id 'x#2'"):
+        branch(left, "y", ["x"])
+    gone = abort(left, "x")
+    assert set(gone.host.requests) == {"y", "z"}, "a branch is a request of its own"
+    own = submit(submit(gone, Request(id="x#1", tokens=[1])), Request(id="x", tokens=[1]))
+    assert set(abort(own, "x").host.requests) == {"y", "z", "x#1"}
+
+
+def test_an_id_is_taken_while_its_end_is_still_to_be_told() -> None:
+    """SC-01: two completions of one name in one step could not be told apart."""
+    state = register_adapter(toy_state(toy_config()), "/a", name="a")
+    two = SamplingParams(n=2)
+    state = submit(state, Request(id="x", tokens=[1], adapter="a", sampling=two))
+    state = deliver(submit(state, Request(id="y", tokens=[1])), AdapterFailed(name="a", error="no"))
+    for taken in ("x", "x#1"):
+        with pytest.raises(RequestError, match="still to be told"):
+            submit(state, Request(id=taken, tokens=[1]))
+        with pytest.raises(RequestError, match="still to be told"):
+            branch(state, "y", [taken])
+    state, outputs = toy_step(state)
+    assert [c.key for c in outputs.finished] == ["x", "x#1"]
+    branch(submit(state, Request(id="x", tokens=[1])), "y", ["x#1"])
 
 
 def test_an_id_is_free_again_once_its_request_has_ended() -> None:
