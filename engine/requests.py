@@ -11,6 +11,7 @@ from torch import Tensor
 
 from purestep.engine.config import Config, row_limit
 from purestep.engine.embeds import block_extras, check_places, take_embeds
+from purestep.engine.extras import edits_of
 from purestep.state.adapters import count_users, resolve
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
@@ -85,6 +86,7 @@ def _new_record(
     given = request.sampling.seed
     seed = request_seed(config.seed, request.id) if given is None else given
     watches_text = bool(request.sampling.stop or request.sampling.stream)
+    waits = request.sampling.min_tokens > 0
     return RequestState(
         request=request,
         key=_sample_key(request.id, index),
@@ -107,6 +109,8 @@ def _new_record(
         num_preemptions=0,
         text=b"" if watches_text else None,
         num_streamed=0,
+        early_edits=edits_of(config, request.sampling, early=True) if waits else None,
+        edits=edits_of(config, request.sampling, early=False),
         tops=(),
         prompt_scores=(),
         hidden=(),

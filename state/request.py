@@ -12,6 +12,7 @@ from purestep.state.errors import RequestError, SamplingError
 from purestep.state.pytree import tree
 from purestep.state.sampling import (
     LARGEST_INT,
+    LogitEdits,
     SamplingParams,
     check_sampling,
     is_list,
@@ -146,8 +147,9 @@ def _dicts(
 class RequestState:
     """Progress of one live request.
 
-    While it runs, the newest tokens live in the columns of `Rows`; `generated` is then complete up
-    to the last block boundary. While it waits, `generated` is complete and nothing is computed.
+    While it runs, the newest tokens, and what was found out about them, live in the columns of
+    `Rows`; `generated` is then complete up to the last block boundary. While it waits, `generated`
+    is complete and nothing is computed.
     """
 
     request: Request  # `tokens` is a read-only int32 array here, -1 where an embedding stands
@@ -171,7 +173,9 @@ class RequestState:
     num_preemptions: int
     text: bytes | None  # generated text so far; None where no stop string or stream asks for it
     num_streamed: int  # bytes of `text` that `Outputs.texts` has told
-    tops: tuple[Scores, ...]  # of the generated tokens, where asked for
+    early_edits: LogitEdits | None  # what changes the logits until `min_tokens` are generated
+    edits: LogitEdits | None  # and from then on; None where nothing does
+    tops: tuple[Scores, ...]  # of `generated`, where asked for
     prompt_scores: tuple[Scores, ...]  # of prompt tokens 1 onwards, as far as they are known
     hidden: tuple[np.ndarray, ...]  # float32 [layers asked for, n, D] of positions 0 onwards
 

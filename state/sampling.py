@@ -60,12 +60,33 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stream: bool = False
 
+
+@tree
+class LogitEdits:
+    """What changes the logits of one sampled row, in this order; E ids of each kind.
+
+    What depends on the tokens so far is empty in the form that a request keeps.
+    """
+
+    bias_id_E: np.ndarray  # int32
+    bias_E: np.ndarray  # float32
+    repetition_penalty: float
+    seen_E: np.ndarray  # int32, the ids of prompt and generated tokens; some more than once
+    presence_penalty: float
+    frequency_penalty: float
+    drawn_E: np.ndarray  # int32, the ids of generated tokens, each once
+    count_E: np.ndarray  # int32, how often
+    banned_E: np.ndarray  # int32, end tokens included while they are not allowed yet
+    allowed_E: np.ndarray | None  # int32
+    processor: str | None
+    processor_args: tuple[Any, ...]
+    context: np.ndarray  # int32, all ids of the row, for the processor; -1 = an embedding
+
     @property
-    def edits(self) -> bool:
-        """Whether a row of these has its logits changed before they are divided and cut."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        masks = self.banned_ids or self.allowed_ids is not None or self.min_tokens
-        return bool(penalties or masks or self.logit_bias or self.processor)
+    def looks_back(self) -> bool:
+        """Whether the tokens so far matter."""
+        counts = self.presence_penalty or self.frequency_penalty
+        return bool(counts or self.repetition_penalty != 1 or self.processor)
 
 
 LARGEST_INT = 2**31 - 1  # what a column of the running rows holds
