@@ -32,10 +32,11 @@ def generate(
     """Run requests to their end in one continuous batch, yielding each as it finishes.
 
     `requests` may be any iterable; at most `window` requests (default: twice `max_rows`) are live
-    and one more is pulled. `adapters` maps names to PEFT folders, each read in the background when
-    the first request needs it. A request that is refused or whose adapter fails yields a Completion
-    with reason "error"; the others are unaffected. `on_step` sees every step's outputs; `progress`
-    shows a bar.
+    and one more is pulled. Each of a request's `n` samples counts as a live one; the progress bar
+    counts requests, by the end of their first samples. `adapters` maps names to PEFT folders, each
+    read in the background when the first request needs it. A request that is refused or whose
+    adapter fails yields a Completion with reason "error"; the others are unaffected. `on_step` sees
+    every step's outputs; `progress` shows a bar.
     """
     state = init(program)
     for name, source in (adapters or {}).items():

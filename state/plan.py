@@ -135,7 +135,9 @@ class Outputs:
     tokens_S: np.ndarray  # int32, the new token of each id
     logprobs_S: np.ndarray  # float32
     finished: tuple[Completion, ...]
-    texts: tuple[tuple[str, str], ...] = ()  # (id, new text) of requests with `stream`
+    # (id, new text) of requests with `stream`. What was held back (half a character, the beginning
+    # of a stop string) when one ends by capacity or an error is in its completion's text alone.
+    texts: tuple[tuple[str, str], ...] = ()
     loads: tuple[tuple[str, str], ...] = ()  # (adapter name, source) to read and `deliver`
     waiting_for: tuple[str, ...] = ()  # adapters still loading, when nothing else can run
     num_tokens: int = 0  # computed in this step, without padding

@@ -15,6 +15,7 @@ from purestep.state.sampling import (
     LogitEdits,
     SamplingParams,
     check_sampling,
+    is_int,
     is_list,
     is_unicode,
 )
@@ -33,7 +34,8 @@ class Request:
 
     `hidden_layers` asks for hidden states at every position, numbered as transformers numbers its
     `output_hidden_states`: 0 is the embeddings, i the output of layer i, the last one normed;
-    negative numbers count from the end.
+    negative numbers count from the end. With `n` > 1 each sample returns them, so each computes
+    the prompt for itself.
     """
 
     id: str
@@ -214,7 +216,7 @@ def num_given(values: Any) -> int | None:
 
 
 def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
-    """A read-only one-dimensional array holding a copy of `values`."""
+    """A read-only array holding a copy of `values`."""
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)
     return array
@@ -246,7 +248,7 @@ def checked_request(
         raise RequestError(f"{who}: salt={salt!r} must be None or a string")
     if not isinstance(request.sampling, SamplingParams):
         raise RequestError(f"{who}: sampling={request.sampling!r} must be SamplingParams")
-    if not isinstance(request.priority, int | np.integer) or abs(request.priority) > LARGEST_INT:
+    if not is_int(request.priority) or abs(request.priority) > LARGEST_INT:
         raise RequestError(
             f"{who}: priority={request.priority!r} must be an integer in +-{LARGEST_INT}"
         )
@@ -272,7 +274,7 @@ def checked_request(
 def checked_layers(layers: Any, num_layers: int, who: str) -> tuple[int, ...]:
     """`hidden_layers` as a tuple. Raises RequestError."""
     low, high = -num_layers - 1, num_layers
-    whole = is_list(layers) and all(isinstance(i, int | np.integer) for i in layers)
+    whole = is_list(layers) and all(map(is_int, layers))
     if not whole or not all(low <= i <= high for i in layers) or len(set(layers)) < len(layers):
         raise RequestError(
             f"{who}: hidden_layers={layers!r} must be different integers in {low}..{high}"

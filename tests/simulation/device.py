@@ -193,7 +193,8 @@ def toy_step(
         sees(plan)
     device, result = execute(state.config, state.device, plan, state.blobs)
     host, outputs = commit(state.config, host, plan, result)
-    return drop_blobs(replace(state, host=host, device=device)), outputs
+    state = replace(state, host=host, device=device)
+    return (drop_blobs(state) if outputs.finished else state), outputs
 
 
 def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> ToyDevice:

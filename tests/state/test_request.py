@@ -28,7 +28,7 @@ from purestep.state.request import (
     logprob_dicts,
     prompt_logprob_dicts,
 )
-from purestep.state.sampling import SamplingParams, check_sampling
+from purestep.state.sampling import SamplingParams, check_sampling, shown
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # an int that no float can hold
@@ -81,7 +81,10 @@ SAMPLING: dict[str, tuple[list[tuple[Any, str]], list[Any]]] = {
     ),
     "allowed_ids": (
         [
-            *[(v, f"in 0..{VOCAB - 1}") for v in ((-1,), (VOCAB,), (1.0,), ("a",), "3", 5)],
+            *[
+                (v, f"in 0..{VOCAB - 1}")
+                for v in ((-1,), (VOCAB,), (1.0,), ("a",), "3", 5, (None,))
+            ],
             ((), "at least 1 id"),
         ],
         [None, (3,), [3, 3, 1], tuple(range(VOCAB))],
@@ -153,6 +156,9 @@ DOUBTFUL = [
     ("stop_ids", np.array([3])),
     ("ignore_eos", "no"),
     ("ignore_eos", None),
+    ("ignore_eos", np.True_),
+    ("banned_ids", np.array([[1, 2]])),
+    ("stop_ids", np.array(3)),
 ]
 
 
@@ -179,7 +185,7 @@ ACCEPTED = [(n, v) for n, (_, good) in SAMPLING.items() for v in good]
 def test_bad_sampling_is_refused_by_name_value_and_limit(name: str, value: Any, words: str) -> None:
     with pytest.raises(SamplingError) as caught:
         checked(with_field(name, value))
-    assert str(caught.value).startswith(f"request 'r7': {name}={value!r}, but ")
+    assert str(caught.value).startswith(f"request 'r7': {name}={shown(value)}, but ")
     assert words in str(caught.value)
 
 
@@ -217,13 +223,54 @@ def checked(request: Request, has_text: bool = True) -> SamplingParams:
     return check_sampling(request.sampling, who, vocab_size=VOCAB, has_text=has_text, processors=())
 
 
+@pytest.mark.parametrize("temperature", [0, 9e-6])
 @pytest.mark.parametrize(
     ("name", "value"), [("top_k", 2), ("top_p", 0.5), ("min_p", 0.1), ("n", 2)]
 )
-def test_greedy_refuses_what_would_have_no_effect(name: str, value: Any) -> None:
-    request = Request(id="r7", tokens=[1], sampling=SamplingParams(temperature=0, **{name: value}))
-    with pytest.raises(SamplingError, match=f"{name}=.*temperature=0 is greedy"):
-        checked(request)
+def test_greedy_refuses_what_would_have_no_effect(
+    name: str, value: Any, temperature: float
+) -> None:
+    with pytest.raises(SamplingError, match=f"{name}=.*temperature={temperature} is greedy"):
+        checked(with_fields(temperature=temperature, **{name: value}))
+    checked(with_fields(temperature=1e-5, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", 0),
+        ("stop", ("a",)),
+        ("stop_ids", (3,)),
+        ("include_stop", True),
+        ("stream", True),
+    ],
+)
+def test_scoring_refuses_what_would_have_no_effect(name: str, value: Any) -> None:
+    """SL-09. How tokens would be chosen may stay: a checkpoint's defaults bring it."""
+    with pytest.raises(SamplingError, match=f"{name}=.*max_tokens=0 generates nothing"):
+        checked(with_fields(max_tokens=0, prompt_logprobs=1, **{name: value}))
+    checked(with_fields(max_tokens=0, prompt_logprobs=1, top_k=3, temperature=0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("banned_ids", [*range(12)] * 1000 + [77]),
+        ("allowed_ids", np.array([*range(12)] * 1000 + [77])),
+        ("stop_ids", [*range(12)] * 1000 + [77]),
+        ("logit_bias", dict.fromkeys([*range(12), 77, *range(100, 9000)], 1.0)),
+    ],
+)
+def test_a_long_list_is_not_printed_whole_and_the_bad_id_is_named(name: str, value: Any) -> None:
+    with pytest.raises(SamplingError, match=f"{name}=.*77") as caught:
+        checked(with_field(name, value))
+    assert len(str(caught.value)) < 300
+
+
+def test_ids_are_plain_sorted_and_unique() -> None:
+    sampling = checked(with_fields(stop_ids=[5, 3, 5], banned_ids=np.array([4, 1, 4])))
+    assert (sampling.stop_ids, sampling.banned_ids) == ((3, 5), (1, 4))
+    assert checked(with_field("ignore_eos", np.True_)).ignore_eos is True
 
 
 def test_stop_strings_need_a_token_table() -> None:
@@ -358,7 +405,7 @@ def test_one_prompt_for_many_adapters() -> None:
     assert all(r.tokens is request.tokens for r in several)
 
 
-@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 0), (0.5,), 3, None, "0"])
+@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 0), (0.5,), (True,), 3, None, "0"])
 def test_odd_hidden_layers_are_refused(layers: Any) -> None:
     """AU-01: the toy has one layer, so 0 and 1 are there."""
     with pytest.raises(RequestError, match=r"hidden_layers=.* must be different integers in -2..1"):
