@@ -152,8 +152,7 @@ def _sealed_records(
                 record.block_extras[len(known)] if len(known) < len(record.block_extras) else b""
             )
             digests = (*digests, block_digest(parent, rows.tail_RB[row], extra))
-        record = completed_record(rows, row, record)
-        changed[rows.ids[row]] = replace(record, generated_digests=digests)
+        changed[rows.ids[row]] = completed_record(rows, row, record, generated_digests=digests)
     tails = {"tail_tops": list(rows.tail_tops), "tail_hidden": list(rows.tail_hidden)}
     for row in full:
         for column in tails.values():
@@ -180,6 +179,8 @@ def _collect_scores(
 
 def _scored_ends(plan: StepPlan, rows: Rows, row_of: dict[str, int]) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
+    if not (rows.limit_R == rows.num_prompt_R).any():
+        return {}
     ran = [row_of[key] for key in plan.row_ids if key in row_of]
     full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (
         rows.num_computed_R[ran] == rows.num_tokens_R[ran]

@@ -266,18 +266,19 @@ def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np
     return rows.tail_RB[row, places], rows.tail_logprob_RB[row, places]
 
 
-def completed_record(rows: Rows, row: int, record: RequestState) -> RequestState:
-    """The record with everything the row has generated."""
+def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any) -> RequestState:
+    """The record with everything the row has generated, and with `changes`."""
     tokens, logprobs = unsealed(rows, row, record)
     tops, hidden = rows.tail_tops[row], rows.tail_hidden[row]
     if tops:  # one chunk for all of them: a chunk for each token would be copied with every token
-        record = replace(record, tops=(*record.tops, joined(tops, tops[0].top_id_NK.shape[1])))
+        changes["tops"] = (*record.tops, joined(tops, tops[0].top_id_NK.shape[1]))
     if hidden:
-        record = replace(record, hidden=(*record.hidden, locked(np.concatenate(hidden, axis=1))))
+        changes["hidden"] = (*record.hidden, locked(np.concatenate(hidden, axis=1)))
     return replace(
         record,
         generated=locked(np.concatenate([record.generated, tokens])),
         logprobs=locked(np.concatenate([record.logprobs, logprobs])),
+        **changes,
     )
 
 
