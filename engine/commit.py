@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 
 from purestep.engine.config import Config
-from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends
+from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends, unsound_rows
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
     HostState,
     Rows,
+    completed_record,
     take_rows,
-    unsealed,
 )
 from purestep.state.errors import StepError
 from purestep.state.hashing import block_digest
@@ -43,13 +43,15 @@ def commit(
     wrong = {s for s, _ in result.errors}
     good_S = np.isfinite(logprob_S) & ~np.isin(place_S, list(wrong))
 
-    rows = _append_tokens(host.rows, at_S[good_S], token_S[good_S], logprob_S[good_S])
-    changed = _sealed_records(config, host, rows, at_S[good_S])
     drew = dict(zip(place_S[good_S].tolist(), at_S[good_S].tolist(), strict=True))
-    _collect(host, plan, result, drew, changed)
+    rows = _append_tokens(host.rows, at_S[good_S], token_S[good_S], logprob_S[good_S])
+    rows = _with_tails(rows, plan, result, row_of, drew)
+    rows, changed = _sealed_records(config, host, rows, at_S[good_S])
+    _collect_scores(host, plan, result, row_of, changed)
     ends = failed_rows(result, place_S[~good_S].tolist(), at_S[~good_S].tolist())
     ends |= sampled_ends(config, host, rows, changed, at_S[good_S], token_S[good_S])
     ends |= _scored_ends(plan, rows, row_of)
+    ends |= unsound_rows(plan, result, row_of)
     texts = new_texts(config, host, rows, changed, at_S[good_S], ends)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
@@ -109,14 +111,39 @@ def _append_tokens(
     )
 
 
+def _with_tails(
+    rows: Rows, plan: StepPlan, result: StepResult, row_of: dict[str, int], drew: dict[int, int]
+) -> Rows:
+    """Rows with likeliest tokens and hidden states behind the tails of the few that asked.
+
+    `drew` maps the places of the sampled rows that drew a token to running rows.
+    """
+    if result.tops:
+        tails = list(rows.tail_tops)
+        asked = np.flatnonzero(plan.sampling.num_tops_S >= 0).tolist()
+        for s, tops in zip(asked, result.tops, strict=True):
+            if s in drew:
+                tails[drew[s]] = (*tails[drew[s]], tops)
+        rows = replace(rows, tail_tops=tuple(tails))
+    if result.hidden:
+        tails = list(rows.tail_hidden)
+        for probe, states in zip(plan.hidden, result.hidden, strict=True):
+            row = row_of.get(plan.row_ids[probe.row])
+            if row is not None:
+                tails[row] = (*tails[row], states)
+        rows = replace(rows, tail_hidden=tuple(tails))
+    return rows
+
+
 def _sealed_records(
     config: Config, host: HostState, rows: Rows, at_S: np.ndarray
-) -> dict[str, RequestState]:
-    """Records of rows whose newest token filled a block: its tokens move there, and its digest."""
+) -> tuple[Rows, dict[str, RequestState]]:
+    """Records of rows whose newest token filled a block: its tokens move there, and its digest;
+    and the rows without what moved."""
     B, changed = config.block_size, {}
-    for row in at_S[rows.num_tokens_R[at_S] % B == 0].tolist():
+    full = at_S[rows.num_tokens_R[at_S] % B == 0].tolist()
+    for row in full:
         record = host.requests[rows.ids[row]]
-        tokens, logprobs = unsealed(rows, row, record)
         digests = record.generated_digests
         if config.prefix_caching:
             known = record.digests
@@ -125,46 +152,35 @@ def _sealed_records(
                 record.block_extras[len(known)] if len(known) < len(record.block_extras) else b""
             )
             digests = (*digests, block_digest(parent, rows.tail_RB[row], extra))
-        changed[rows.ids[row]] = replace(
-            record,
-            generated=frozen(np.concatenate([record.generated, tokens])),
-            logprobs=frozen(np.concatenate([record.logprobs, logprobs]), np.float32),
-            generated_digests=digests,
-        )
-    return changed
+        changed[rows.ids[row]] = completed_record(rows, row, record, generated_digests=digests)
+    tails = {"tail_tops": list(rows.tail_tops), "tail_hidden": list(rows.tail_hidden)}
+    for row in full:
+        for column in tails.values():
+            column[row] = ()
+    if full:
+        rows = replace(rows, **{name: tuple(column) for name, column in tails.items()})
+    return rows, changed
 
 
-def _collect(
+def _collect_scores(
     host: HostState,
     plan: StepPlan,
     result: StepResult,
-    row_at: dict[int, int],
+    row_of: dict[str, int],
     changed: dict[str, RequestState],
 ) -> None:
-    """Add to `changed` what the step found out for the few rows that asked for more than a token.
-
-    `row_at` maps the places of the sampled rows that drew a token to running rows.
-    """
-    asked = np.flatnonzero(plan.sampling.num_tops_S >= 0).tolist()
-    for s, tops in zip(asked, result.tops, strict=True):
-        if s in row_at:
-            key = host.rows.ids[row_at[s]]
-            record = changed.get(key) or host.requests[key]
-            changed[key] = replace(record, tops=(*record.tops, tops))
+    """Add to `changed` the scores of the prompts that this step read."""
     for probe, scores in zip(plan.scored, result.scored, strict=True):
         key = plan.row_ids[probe.row]
-        if key in host.rows.ids:
+        if key in row_of:
             record = changed.get(key) or host.requests[key]
             changed[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
-    for probe, states in zip(plan.hidden, result.hidden, strict=True):
-        key = plan.row_ids[probe.row]
-        if key in host.rows.ids:
-            record = changed.get(key) or host.requests[key]
-            changed[key] = replace(record, hidden=(*record.hidden, states))
 
 
 def _scored_ends(plan: StepPlan, rows: Rows, row_of: dict[str, int]) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
+    if not (rows.limit_R == rows.num_prompt_R).any():
+        return {}
     ran = [row_of[key] for key in plan.row_ids if key in row_of]
     full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (
         rows.num_computed_R[ran] == rows.num_tokens_R[ran]

@@ -1,6 +1,5 @@
 """Prompts given as embeddings: checked, copied, and named by their digest."""
 
-from collections.abc import Sized
 from dataclasses import replace
 from typing import Any
 
@@ -12,21 +11,25 @@ from torch import Tensor
 from purestep.engine.config import Config
 from purestep.state.errors import RequestError
 from purestep.state.hashing import embeds_extra, framed
-from purestep.state.request import Request
+from purestep.state.request import Request, num_given
 
 
 def take_embeds(config: Config, request: Request) -> tuple[Request, Tensor]:
     """(the request with a digest in place of its embeddings, the rows to keep).
 
     The rows are copied to the host in the engine's number format; a prompt without ids gets a -1
-    for each. Raises RequestError for another shape than [n, hidden size] and for values that are
-    not finite.
+    for each. Raises RequestError for another shape than [n, hidden size], for what is no dense
+    array of floats with memory behind it, and for values that are not finite.
     """
     rows = _checked_rows(config, request)
-    name = blake3(framed("purestep/embeds/1", config.dtype.encode(), _bytes(rows))).hexdigest()
-    if isinstance(request.tokens, Sized) and not len(request.tokens):
+    if num_given(request.tokens) == 0:
         request = replace(request, tokens=np.full(len(rows), -1))
-    return replace(request, prompt_embeds=name), rows
+    return replace(request, prompt_embeds=embeds_name(config, rows)), rows
+
+
+def embeds_name(config: Config, rows: Tensor) -> str:
+    """The digest that names rows in the engine's number format, on the host."""
+    return blake3(framed("purestep/embeds/1", config.dtype.encode(), _bytes(rows))).hexdigest()
 
 
 def check_places(request: Request, rows: Tensor) -> None:
@@ -44,13 +47,22 @@ def _checked_rows(config: Config, request: Request) -> Tensor:
     given: Any = request.prompt_embeds
     if not isinstance(given, Tensor | np.ndarray):
         raise RequestError(f"{who}: prompt_embeds must be a tensor or array, got {type(given)}")
-    rows = torch.as_tensor(given).detach()
-    if rows.dim() != 2 or rows.shape[1] != D or not len(rows) or not rows.is_floating_point():
+    if isinstance(given, Tensor):
+        if given.layout != torch.strided or given.is_nested or given.is_meta:
+            kind = "meta" if given.is_meta else "nested" if given.is_nested else given.layout
+            raise RequestError(f"{who}: prompt_embeds must be a dense tensor, this one is {kind}")
+        floats = given.is_floating_point()
+    else:
+        floats = given.dtype.kind == "f" and given.dtype.itemsize <= 8  # torch has no longdouble
+    if not floats or given.ndim != 2 or given.shape[1] != D or not given.shape[0]:
         raise RequestError(
             f"{who}: prompt_embeds must be floats of shape [n, {D}], "
-            f"got {tuple(rows.shape)} of {rows.dtype}"
+            f"got {tuple(given.shape)} of {given.dtype}"
         )
-    rows = rows.to("cpu", getattr(torch, config.dtype), copy=True).contiguous()
+    if isinstance(given, np.ndarray):  # torch takes neither negative strides nor foreign bytes
+        native = given.dtype.newbyteorder("=")
+        given = torch.from_numpy(np.array(given, order="C", dtype=native))
+    rows = given.detach().to("cpu", getattr(torch, config.dtype), copy=True).contiguous()
     if not rows.isfinite().all():
         raise RequestError(f"{who}: prompt_embeds hold NaN or infinity (in {config.dtype})")
     return rows

@@ -10,7 +10,7 @@ import numpy as np
 
 from purestep.engine.config import Config
 from purestep.state.engine import HostState, Rows, completed_record, completion
-from purestep.state.plan import StepResult
+from purestep.state.plan import StepPlan, StepResult
 from purestep.state.request import Completion, FinishReason, RequestState
 from purestep.state.text import decode, find_stop, tellable
 
@@ -36,6 +36,19 @@ def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) 
     }
 
 
+def unsound_rows(plan: StepPlan, result: StepResult, row_of: dict[str, int]) -> dict[int, End]:
+    """The ends of rows whose prompt cannot be scored, as the logits are not finite."""
+    return {
+        row_of[plan.row_ids[probe.row]]: End(FinishReason.ERROR, error=_NOT_FINITE)
+        for probe, scores in zip(plan.scored, result.scored, strict=True)
+        if plan.row_ids[probe.row] in row_of
+        and not (
+            np.isfinite(scores.logprob_N[probe.target_N >= 0]).all()
+            and np.isfinite(scores.top_logprob_NK).all()
+        )
+    }
+
+
 def sampled_ends(
     config: Config,
     host: HostState,
@@ -50,10 +63,13 @@ def sampled_ends(
     """
     ends = {}
     full_S = rows.num_tokens_R[at_S] >= rows.limit_R[at_S]
-    eos_S = rows.heeds_eos_R[at_S] & np.isin(token_S, config.stop_ids)
+    late_S = rows.num_tokens_R[at_S] >= rows.least_R[at_S]  # a processor may lift the ban of ends
+    eos_S = rows.heeds_eos_R[at_S] & late_S & np.isin(token_S, config.stop_ids)
     for s in np.flatnonzero(full_S | eos_S | rows.watched_R[at_S]).tolist():
         row, token = int(at_S[s]), int(token_S[s])
-        own = _own_stop(config, host, rows, row, changed, token) if rows.watched_R[row] else None
+        own = None
+        if rows.watched_R[row]:
+            own = _own_stop(config, host, rows.ids[row], changed, token, bool(late_S[s]))
         if own is not None:
             ends[row] = own
         elif eos_S[s]:
@@ -66,26 +82,24 @@ def sampled_ends(
 def _own_stop(
     config: Config,
     host: HostState,
-    rows: Rows,
-    row: int,
+    key: str,
     changed: dict[str, RequestState],
     token: int,
+    late: bool,
 ) -> End | None:
-    """Whether the request's own stop strings or ids end it with this token."""
-    key = rows.ids[row]
+    """Whether the request's own stop strings or ids end it with this token, if they count by now
+    (`late`). Its text is extended in any case."""
     record = changed.get(key) or host.requests[key]
     sampling = record.request.sampling
     if record.text is not None:
         text = record.text + config.tokens.join(np.array([token]))
         changed[key] = replace(record, text=text)
-        generated = int(rows.num_tokens_R[row] - rows.num_prompt_R[row])
-        if generated >= sampling.min_tokens:
-            found = find_stop(text, len(record.text), sampling.stop)
-            if found is not None:
-                at, stop = found
-                end = at + len(stop.encode()) if sampling.include_stop else at
-                return End(FinishReason.STOP, stop=stop, text=text[:end])
-    if token in sampling.stop_ids:
+        found = find_stop(text, len(record.text), sampling.stop) if late else None
+        if found is not None:
+            at, stop = found
+            end = at + len(stop.encode()) if sampling.include_stop else at
+            return End(FinishReason.STOP, stop=stop, text=text[:end])
+    if late and token in sampling.stop_ids:
         return End(FinishReason.STOP, stop=token)
     return None
 

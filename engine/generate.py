@@ -1,7 +1,7 @@
 """The offline driver: requests in, completions out, as they finish."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -17,7 +17,7 @@ from purestep.engine.step import step
 from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
 from purestep.state.plan import Outputs
-from purestep.state.request import Completion, FinishReason, Request, frozen
+from purestep.state.request import Completion, FinishReason, Request, frozen, num_given
 
 _END = object()  # what an exhausted iterator gives
 
@@ -36,11 +36,12 @@ def generate(
     """Run requests to their end in one continuous batch, yielding each as it finishes.
 
     `requests` may be any iterable; at most `window` requests (default: twice `max_rows`) are live
-    and one more is pulled. `adapters` maps names to PEFT folders, each read in the background when
-    the first request needs it; `resolver` finds the folder of a name that is not there (see
-    `folder_resolver`), once. `policy` says who is served first. A request that is refused or whose
-    adapter fails yields a Completion with reason "error"; the others are unaffected. `on_step` sees
-    every step's outputs; `progress` shows a bar.
+    and one more is pulled. Each of a request's `n` samples counts as a live one; the progress bar
+    counts requests, by the end of their first samples. `adapters` maps names to PEFT folders, each
+    read in the background when the first request needs it; `resolver` finds the folder of a name
+    that is not there (see `folder_resolver`), once. `policy` says who is served first. A request
+    that is refused or whose adapter fails yields a Completion with reason "error"; the others are
+    unaffected. `on_step` sees every step's outputs; `progress` shows a bar.
     """
     state = init(program)
     for name, source in (adapters or {}).items():
@@ -117,6 +118,6 @@ def refused(request: Request, error: RequestError) -> Completion:
         logprobs=frozen((), np.float32),
         text=None,
         finish_reason=FinishReason.ERROR,
-        num_prompt_tokens=len(request.tokens) if isinstance(request.tokens, Sized) else 0,
+        num_prompt_tokens=num_given(request.tokens) or num_given(request.prompt_embeds) or 0,
         error=str(error),
     )

@@ -4,10 +4,10 @@ import numpy as np
 from immutables import Map
 
 from purestep.engine.config import Config, describe
-from purestep.engine.extras import edits_of, embedded_spans, probes
+from purestep.engine.extras import embedded_spans, probes, row_edits
 from purestep.state.adapters import AdapterLedger, Residence
-from purestep.state.engine import HostState, Rows, all_tokens, completed_record, take_rows
-from purestep.state.plan import LogitEdits, Overwrites, SamplingRows, StepPlan
+from purestep.state.engine import HostState, Rows, all_tokens, take_rows
+from purestep.state.plan import Overwrites, SamplingRows, StepPlan
 from purestep.state.request import RequestState, frozen
 
 
@@ -52,7 +52,7 @@ def make_plan(
             stream_S=frozen(active.stream_R[sampled_R], np.uint64),
             position_S=frozen(active.num_tokens_R[sampled_R]),
             num_tops_S=frozen(active.num_tops_R[sampled_R]),
-            edits=_all_edits(config, active, sampled_R, requests),
+            edits=row_edits(active, sampled_R, requests),
         ),
         scored=scored,
         hidden=hidden,
@@ -60,19 +60,6 @@ def make_plan(
         ended=(),
         loads=(),
     )
-
-
-def _all_edits(
-    config: Config, rows: Rows, sampled_R: np.ndarray, requests: Map[str, RequestState]
-) -> tuple[LogitEdits, ...]:
-    """The edits of the sampled rows that have any: most batches have none and pay nothing."""
-    place_R = np.cumsum(sampled_R) - 1
-    edits = []
-    for row in np.flatnonzero(sampled_R & rows.edited_R).tolist():
-        record = completed_record(rows, row, requests[rows.ids[row]])
-        if (found := edits_of(config, record, int(place_R[row]))) is not None:
-            edits.append(found)
-    return tuple(edits)
 
 
 def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:

@@ -21,6 +21,7 @@ from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
 from purestep.state.engine import DeviceState, EngineState
+from purestep.state.errors import ConfigError
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
 
@@ -107,11 +108,15 @@ def make_program(
     with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
     `processors` are functions (ids of prompt and generated tokens as a tuple, fp32 logits [V],
     *processor_args) -> fp32 logits [V]; requests name them, and one that raises ends its request
-    alone. They must be pure: `step` may call them again for the same tokens after a failure.
+    alone. They run in inference mode and must be pure: `step` may call them again for the same
+    tokens after a failure.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     Raises ConfigError naming option, value and limit.
     """
+    for name, function in (processors or {}).items():
+        if not isinstance(name, str) or not name or not callable(function):
+            raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),

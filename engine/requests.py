@@ -11,6 +11,7 @@ from torch import Tensor
 
 from purestep.engine.config import Config, row_limit
 from purestep.engine.embeds import block_extras, check_places, take_embeds
+from purestep.engine.extras import edits_of
 from purestep.state.adapters import count_users, resolve
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
@@ -72,6 +73,7 @@ def submit_host(
     return replace(
         host,
         arrivals=host.arrivals + len(records),
+        most_samples=max(host.most_samples, len(records)),
         requests=host.requests.update({record.key: record for record in records}),
         waiting=(*host.waiting, *(record.key for record in records)),
         adapters=adapters,
@@ -84,6 +86,7 @@ def _new_record(
     given = request.sampling.seed
     seed = request_seed(config.seed, request.id) if given is None else given
     watches_text = bool(request.sampling.stop or request.sampling.stream)
+    waits = request.sampling.min_tokens > 0
     return RequestState(
         request=request,
         key=_sample_key(request.id, index),
@@ -106,6 +109,8 @@ def _new_record(
         num_preemptions=0,
         text=b"" if watches_text else None,
         num_streamed=0,
+        early_edits=edits_of(config, request.sampling, early=True) if waits else None,
+        edits=edits_of(config, request.sampling, early=False),
         tops=(),
         prompt_scores=(),
         hidden=(),
@@ -125,9 +130,7 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         has_text=config.tokens is not None,
         processors=config.processors,
     )
-    for key in (_sample_key(request.id, i) for i in range(request.sampling.n)):
-        if key in host.requests or any(c.key == key for c in host.ended):
-            raise RequestError(f"request {request.id!r}: a live request has the id {key!r}")
+    _check_free(host, request.id, request.sampling.n, f"request {request.id!r}")
     generates = request.sampling.max_tokens > 0
     needed = -(-(len(request.tokens) + generates) // config.block_size)
     if needed > config.num_blocks:
@@ -137,6 +140,20 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
             f"{needed} blocks of {config.block_size}, but num_blocks={config.num_blocks}"
         )
     return request
+
+
+def _check_free(host: HostState, request_id: str, n: int, who: str) -> None:
+    """Raises RequestError while a request of this id, or any sample of it, is live or has an end
+    to be told, or while another request has the name of one of its `n` samples."""
+    for index in range(max(n, host.most_samples)):
+        key = _sample_key(request_id, index)
+        record = host.requests.get(key)
+        if record is not None and (index < n or record.request.id == request_id):
+            raise RequestError(f"{who}: a live request has the id {key!r}")
+    names = {_sample_key(request_id, index) for index in range(n)} if host.ended else ()
+    for completion in host.ended:
+        if completion.id == request_id or completion.key in names:
+            raise RequestError(f"{who}: the end of {completion.key!r} is still to be told")
 
 
 def bind(config: Config, record: RequestState, version: str | None) -> RequestState:
@@ -150,8 +167,10 @@ def bind(config: Config, record: RequestState, version: str | None) -> RequestSt
 
 
 def abort(state: EngineState, request_id: str) -> EngineState:
-    """End a request at once, with all its samples, and free all it holds; `progress` tells what it
-    had generated. The name of one sample (`id#1`) ends that one alone.
+    """End a request at once, with all its samples that still live, and free all it holds;
+    `progress` tells what it had generated. The request's id ends every sample, also when the first,
+    which lives under that id, has ended before; `id#1` and so on end one sample alone. Branches are
+    requests of their own and go on.
 
     Raises UnknownRequestError.
     """
@@ -190,7 +209,8 @@ def branch(state: EngineState, request_id: str, new_ids: Sequence[str]) -> Engin
     Full KV blocks are shared; only the last partial block is copied, by the next step. Each branch
     draws from a noise stream of its own; greedy branches equal the original. A branch that finds no
     row or block free waits in front of the queue and is recomputed, as if preempted; branches of a
-    waiting request wait behind it.
+    waiting request wait behind it. A branch inherits what was streamed, so its `Outputs.texts` go
+    on where the original's stood, and the number of the sample that it branched from.
 
     Raises UnknownRequestError, RequestError for an id that is live or given twice, StepError when a
     plan is in flight.
@@ -243,8 +263,11 @@ def _check_new_ids(host: HostState, request_id: str, new_ids: Sequence[str]) -> 
     if isinstance(new_ids, str) or len(set(new_ids)) != len(new_ids):
         raise RequestError(f"branch of {request_id!r}: new_ids={new_ids!r} must be distinct ids")
     for new_id in new_ids:
-        if not isinstance(new_id, str) or not new_id or new_id in host.requests:
-            raise RequestError(f"branch of {request_id!r}: id {new_id!r} is empty or live")
+        if not isinstance(new_id, str) or not new_id:
+            raise RequestError(
+                f"branch of {request_id!r}: id {new_id!r} must be a non-empty string"
+            )
+        _check_free(host, new_id, 1, f"branch of {request_id!r}")
 
 
 def _child(host: HostState, parent: RequestState, ordinal: int, new_id: str) -> RequestState:

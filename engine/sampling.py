@@ -18,12 +18,18 @@ from purestep.ops.edit_logits import (
     penalise_repetition_,
 )
 from purestep.ops.sample import draw, likeliest, score
-from purestep.state.plan import LogitEdits, SamplingRows
+from purestep.state.plan import SamplingRows
 from purestep.state.request import frozen
+from purestep.state.sampling import LogitEdits
 from purestep.state.scores import Scores, joined
 
 Processor = Callable[..., Tensor]
-"""(ids of the row so far, fp32 logits [V], *processor_args) -> fp32 logits [V]."""
+"""(ids of the row so far, fp32 logits [V], *processor_args) -> fp32 logits [V].
+
+Runs in inference mode, and may write into the logits it is given."""
+
+Chosen = Sequence[tuple[int, LogitEdits]]
+"""(place among the sampled rows, what changes its logits), as a plan has them."""
 
 
 def sampled(
@@ -46,15 +52,31 @@ def sampled(
     )
     token_S = draw(logits_SV, *(torch.from_numpy(c.copy()).to(raw_SV.device) for c in columns))
     logprob_S = score(raw_SV, token_S)
-    tops = []
-    for s in np.flatnonzero(rows.num_tops_S >= 0).tolist():
-        tops.append(_scores(raw_SV[s : s + 1], token_S[s : s + 1], int(rows.num_tops_S[s])))
+    logprob_S = frozen(logprob_S.cpu().numpy(), np.float32)
+    # Where the model's own logits are not finite no processor is to blame.
+    errors = {place: error for place, error in errors.items() if np.isfinite(logprob_S[place])}
     return {
         "token_S": frozen(token_S.cpu().numpy()),
-        "logprob_S": frozen(logprob_S.cpu().numpy(), np.float32),
-        "tops": tuple(tops),
+        "logprob_S": logprob_S,
+        "tops": _tops(raw_SV, token_S, rows.num_tops_S),
         "errors": tuple(sorted(errors.items())),
     }
+
+
+def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scores, ...]:
+    """The likeliest tokens of each row that asked, found at once for those of equal counts."""
+    found: dict[int, Scores] = {}
+    for count in np.unique(num_tops_S[num_tops_S >= 0]).tolist():
+        places = np.flatnonzero(num_tops_S == count)
+        index = torch.from_numpy(places).to(raw_SV.device)
+        scores = _scores(raw_SV[index], token_S[index], count)
+        for i, place in enumerate(places.tolist()):
+            found[place] = Scores(
+                logprob_N=scores.logprob_N[i : i + 1],
+                top_id_NK=scores.top_id_NK[i : i + 1],
+                top_logprob_NK=scores.top_logprob_NK[i : i + 1],
+            )
+    return tuple(found[place] for place in sorted(found))
 
 
 def score_rows(
@@ -81,58 +103,63 @@ def _scores(logits_NV: Tensor, token_N: Tensor, num_tops: int) -> Scores:
     )
 
 
-def edit_(logits_SV: Tensor, edits: Sequence[LogitEdits]) -> None:
+def edit_(logits_SV: Tensor, edits: Chosen) -> None:
     """All but the processors, for all rows at once, in the order that SamplingParams documents."""
 
-    def pairs(chosen: Sequence[LogitEdits], ids: str, *columns: Any) -> list[Tensor]:
+    def pairs(chosen: Chosen, ids: str, *columns: Any) -> list[Tensor]:
         """Rows, ids and further columns, an entry for each id of each of these edits."""
-        lengths = [len(getattr(e, ids)) for e in chosen]
-        rows = np.repeat([e.place for e in chosen], lengths)
-        flat = [rows, np.concatenate([getattr(e, ids) for e in chosen]).astype(np.int64)]
+        lengths = [len(getattr(e, ids)) for _, e in chosen]
+        rows = np.repeat([place for place, _ in chosen], lengths)
+        flat = [rows, np.concatenate([getattr(e, ids) for _, e in chosen]).astype(np.int64)]
         for column in columns:
-            values = [column(e) for e in chosen]
+            values = [column(e) for _, e in chosen]
             whole = isinstance(values[0], np.ndarray)
             entries = np.concatenate(values) if whole else np.repeat(values, lengths)
             flat.append(entries.astype(np.float32))
         return [torch.from_numpy(array).to(logits_SV.device) for array in flat]
 
-    if biased := [e for e in edits if len(e.bias_id_E)]:
+    if biased := [(s, e) for s, e in edits if len(e.bias_id_E)]:
         add_bias_(logits_SV, *pairs(biased, "bias_id_E", lambda e: e.bias_E))
-    if repeated := [e for e in edits if len(e.seen_E)]:
+    if repeated := [(s, e) for s, e in edits if len(e.seen_E)]:
         penalise_repetition_(logits_SV, *pairs(repeated, "seen_E", lambda e: e.repetition_penalty))
-    if counted := [e for e in edits if len(e.drawn_E)]:
+    if counted := [(s, e) for s, e in edits if len(e.drawn_E)]:
         columns = (lambda e: e.count_E, lambda e: e.frequency_penalty, lambda e: e.presence_penalty)
         penalise_counts_(logits_SV, *pairs(counted, "drawn_E", *columns))
-    if banned := [e for e in edits if len(e.banned_E)]:
+    if banned := [(s, e) for s, e in edits if len(e.banned_E)]:
         ban_(logits_SV, *pairs(banned, "banned_E"))
-    if limited := [e for e in edits if e.allowed_E is not None]:
-        rows_A = torch.tensor([e.place for e in limited], device=logits_SV.device)
+    if limited := [(s, e) for s, e in edits if e.allowed_E is not None]:
+        rows_A = torch.tensor([place for place, _ in limited], device=logits_SV.device)
         allow_only_(logits_SV, rows_A, *pairs(limited, "allowed_E"))
 
 
 def process_(
-    logits_SV: Tensor, edits: Sequence[LogitEdits], processors: Mapping[str, Processor]
+    logits_SV: Tensor, edits: Chosen, processors: Mapping[str, Processor]
 ) -> dict[int, str]:
     """Run the rows' processors; what went wrong, by place, also where no token is left to draw."""
     errors = {}
-    for edit in edits:
+    places = torch.tensor([place for place, _ in edits], device=logits_SV.device)
+    before = logits_SV[places].amax(-1).tolist()
+    for place, edit in edits:
         if edit.processor is not None:
             try:
-                logits_SV[edit.place] = _processed(logits_SV[edit.place], edit, processors)
+                logits_SV[place] = _processed(logits_SV[place], edit, processors)
             except Exception as error:  # whatever a user's function raises ends its request alone
-                errors[edit.place] = f"logits processor {edit.processor!r}: {error!r}"
-                continue
-        top = float(logits_SV[edit.place].amax())  # NaN where there is one
-        if top == -np.inf:
-            errors[edit.place] = "no token is left: every id is banned or has a bias of -inf"
-        elif edit.processor is not None and not np.isfinite(top):
-            errors[edit.place] = f"logits processor {edit.processor!r} returned {top} as a logit"
+                errors[place] = f"logits processor {edit.processor!r}: {error!r}"
+    after = logits_SV[places].amax(-1).tolist()  # NaN where there is one
+    for (place, edit), had, top in zip(edits, before, after, strict=True):
+        if place in errors or np.isfinite(top):
+            continue
+        if had == top == -np.inf:
+            errors[place] = "no token is left: every id is banned or has a bias of -inf"
+        elif edit.processor is not None:
+            what = "-inf for every id" if top == -np.inf else f"{top} as a logit"
+            errors[place] = f"logits processor {edit.processor!r} returned {what}"
     return errors
 
 
 def _processed(logits_V: Tensor, edit: LogitEdits, processors: Mapping[str, Processor]) -> Tensor:
     function = processors[edit.processor]
-    found = function(tuple(edit.context.tolist()), logits_V.clone(), *edit.processor_args)
+    found = function(tuple(edit.context.tolist()), logits_V, *edit.processor_args)
     if not isinstance(found, Tensor) or found.shape != logits_V.shape:
         shape = tuple(found.shape) if isinstance(found, Tensor) else type(found).__name__
         raise ValueError(f"returned {shape}, must be a tensor of shape {tuple(logits_V.shape)}")

@@ -23,6 +23,7 @@ from safetensors.torch import save_file
 
 from purestep.engine.adapters import read
 from purestep.engine.config import Config
+from purestep.engine.embeds import embeds_name
 from purestep.engine.pool import Pool, allocate_pool, check_linears, claim, upload_adapter_
 from purestep.engine.program import Program
 from purestep.models.adapter_files import Adapter, Arena
@@ -30,7 +31,7 @@ from purestep.state.canonical import from_plain, to_plain
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import AdapterError, SnapshotError
 
-FORMAT = "purestep/snapshot/2"
+FORMAT = "purestep/snapshot/3"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
 PROMPTS = "prompts.safetensors"
 
@@ -136,7 +137,8 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
     """The state a snapshot holds, in a new pool.
 
     Raises SnapshotError naming what differs (format, weights, model, dtype, block size, adapter
-    rows) or is damaged, and AdapterError when an adapter's files changed or are gone, or when it
+    rows), what live requests need and the program lacks (a token table, a logits processor), or
+    what is damaged, and AdapterError when an adapter's files changed or are gone, or when it
     adapts the embedding or the head and the program's `lora_vocab` is off. Another torch or triton
     only warns: host states are equal, but the last bits of logits may differ.
     """
@@ -149,12 +151,12 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
         )
     host = from_plain(meta["host"])
     config = replace(program.config, num_blocks=meta["num_blocks"])
+    _check_requests(config, host)
     adapters = _read_adapters(folder, config, host, meta["adapters"])
     for version, adapter in adapters.items():
         names = sorted(n for n, v in host.adapters.names.items() if v == version)
         check_linears(config, adapter, f"adapter {names or version[:12]}")
-    with _opened(folder / PROMPTS) as tensors:
-        prompts = {name: tensors.get_tensor(name) for name in _prompts(host)}
+    prompts = _read_prompts(folder / PROMPTS, config, host)
     pool = allocate_pool(config)
     _read_blocks_(folder, pool, meta["blocks"])
     for place in host.adapters.resident.values():
@@ -182,6 +184,36 @@ def _check_identity(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> None
     if differing:
         facts = "; ".join(f"{k}: snapshot {found.get(k)}, program {wanted[k]}" for k in differing)
         raise SnapshotError(f"the snapshot does not fit the program: {facts}")
+
+
+def _check_requests(config: Config, host: HostState) -> None:
+    """Raises SnapshotError where a live request needs what the program does not have."""
+    for record in host.requests.values():
+        if record.text is not None and config.tokens is None:
+            raise SnapshotError(
+                f"request {record.key!r} has stop strings or streams, but the program has no "
+                "token table"
+            )
+        name = record.request.sampling.processor
+        if name is not None and name not in config.processors:
+            raise SnapshotError(
+                f"request {record.key!r} needs the logits processor {name!r}, the program has "
+                f"{list(config.processors)}"
+            )
+
+
+def _read_prompts(file: Path, config: Config, host: HostState) -> dict[str, torch.Tensor]:
+    prompts = {}
+    with _opened(file) as tensors:
+        saved = set(tensors.keys())
+        for name in _prompts(host):
+            rows = tensors.get_tensor(name) if name in saved else torch.empty(0)
+            if rows.shape[1:] != (config.model.hidden_size,) or embeds_name(config, rows) != name:
+                raise SnapshotError(
+                    f"{file} is damaged: embeddings {name[:12]} are missing or changed"
+                )
+            prompts[name] = rows
+    return prompts
 
 
 def _read_adapters(

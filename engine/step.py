@@ -45,7 +45,8 @@ def step(
     host, plan = schedule(state.config, state.host, policy)
     device, result = execute(program, state.device, plan, state.blobs)
     host, outputs = commit(state.config, host, plan, result)
-    return drop_blobs(replace(state, host=host, device=device)), outputs
+    state = replace(state, host=host, device=device)
+    return (drop_blobs(state) if outputs.finished else state), outputs
 
 
 def idle_outputs(host: HostState) -> Outputs:

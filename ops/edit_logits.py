@@ -1,6 +1,7 @@
 """Change the logits of some rows before they are divided and cut: biases, penalties, masks.
 
-S sampled rows, V vocabulary, E edits: pairs of a row and an id, the same pair at most once.
+S sampled rows, V vocabulary, E edits: pairs of a row and an id, the same pair at most once unless
+something else is said.
 """
 
 import torch
@@ -13,7 +14,8 @@ def add_bias_(logits_SV: Tensor, row_E: Tensor, id_E: Tensor, bias_E: Tensor) ->
 
 
 def penalise_repetition_(logits_SV: Tensor, row_E: Tensor, id_E: Tensor, penalty_E: Tensor) -> None:
-    """Divide positive logits by the penalty and multiply negative ones (Keskar et al., 2019)."""
+    """Divide positive logits by the penalty and multiply negative ones (Keskar et al., 2019), once
+    for each id, however often its pair stands there."""
     seen_E = logits_SV[row_E, id_E]
     logits_SV[row_E, id_E] = torch.where(seen_E < 0, seen_E * penalty_E, seen_E / penalty_E)
 

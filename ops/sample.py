@@ -8,7 +8,8 @@ vocabulary.
 import torch
 from torch import Tensor
 
-GREEDY_BELOW = 1e-5
+from purestep.state.sampling import GREEDY_BELOW
+
 _MASK = 0xFFFFFFFF
 
 

@@ -23,7 +23,6 @@ from purestep.state.plan import (
     BatchDescriptor,
     EmbeddedSpan,
     HiddenRow,
-    LogitEdits,
     Outputs,
     Overwrites,
     SamplingRows,
@@ -37,7 +36,7 @@ from purestep.state.request import (
     Request,
     RequestState,
 )
-from purestep.state.sampling import SamplingParams
+from purestep.state.sampling import LogitEdits, SamplingParams
 from purestep.state.scores import Scores
 
 TREES = {

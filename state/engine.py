@@ -17,7 +17,8 @@ from purestep.state.errors import StepError, UnknownRequestError
 from purestep.state.plan import StepPlan
 from purestep.state.pytree import static, tree
 from purestep.state.request import Completion, RequestState, frozen
-from purestep.state.scores import behind_the_first, joined
+from purestep.state.sampling import LARGEST_INT
+from purestep.state.scores import Scores, behind_the_first, joined, locked
 
 
 @tree
@@ -38,13 +39,17 @@ class Rows:
     min_p_R: np.ndarray  # float32
     stream_R: np.ndarray  # uint64
     heeds_eos_R: np.ndarray  # bool
+    least_R: np.ndarray  # int32, num_tokens before which no stop counts
     watched_R: np.ndarray  # bool, has stop ids or stop strings of its own, or streams its text
     num_tops_R: np.ndarray  # int32, likeliest tokens to tell for each; -1 = none asked for
     edited_R: np.ndarray  # bool, its logits are changed before they are divided and cut
-    probed_R: np.ndarray  # bool, its prompt is scored or its hidden states are returned
+    num_scored_R: np.ndarray  # int32, prompt scores it had as it became a row; -1 = none asked for
+    num_hidden_R: np.ndarray  # int32, likewise, hidden states
     embedded_R: np.ndarray  # bool, embeddings stand in its prompt
     tail_RB: np.ndarray  # int32, token of position p at p % B, for the newest B positions
     tail_logprob_RB: np.ndarray  # float32, likewise, of tokens drawn since the row was admitted
+    tail_tops: tuple[tuple[Scores, ...], ...]  # behind the record's, one for each such token
+    tail_hidden: tuple[tuple[np.ndarray, ...], ...]  # behind the record's, one for each step
 
 
 @tree
@@ -56,6 +61,7 @@ class HostState:
 
     step: int  # number of the next step
     arrivals: int  # requests submitted so far
+    most_samples: int  # the largest `n` of any so far
     requests: Map[str, RequestState]  # live ones: running, waiting, loading
     waiting: tuple[str, ...]  # in order of service; preempted ones in front
     rows: Rows
@@ -102,10 +108,12 @@ _COLUMNS = {
     "min_p_R": np.float32,
     "stream_R": np.uint64,
     "heeds_eos_R": np.bool_,
+    "least_R": np.int32,
     "watched_R": np.bool_,
     "num_tops_R": np.int32,
     "edited_R": np.bool_,
-    "probed_R": np.bool_,
+    "num_scored_R": np.int32,
+    "num_hidden_R": np.int32,
     "embedded_R": np.bool_,
 }
 
@@ -123,13 +131,16 @@ def empty_host(
         ids=(),
         versions=(),
         tables=(),
-        tail_RB=_locked(np.zeros((0, block_size), np.int32)),
-        tail_logprob_RB=_locked(np.zeros((0, block_size), np.float32)),
+        tail_RB=locked(np.zeros((0, block_size), np.int32)),
+        tail_logprob_RB=locked(np.zeros((0, block_size), np.float32)),
+        tail_tops=(),
+        tail_hidden=(),
         **{name: frozen((), dtype) for name, dtype in _COLUMNS.items()},
     )
     return HostState(
         step=0,
         arrivals=0,
+        most_samples=1,
         requests=Map(),
         waiting=(),
         rows=rows,
@@ -140,11 +151,6 @@ def empty_host(
         ended=(),
         in_flight=(),
     )
-
-
-def _locked(array: np.ndarray) -> np.ndarray:
-    array.setflags(write=False)
-    return array
 
 
 def drop_copies(
@@ -191,7 +197,7 @@ def take_rows(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
         if isinstance(column, tuple):
             picked[field.name] = tuple(column[i] for i in places.tolist())
         else:
-            picked[field.name] = _locked(column[places])
+            picked[field.name] = locked(column[places])
     return Rows(**picked)
 
 
@@ -206,7 +212,7 @@ def add_rows(rows: Rows, new: Sequence[Rows]) -> Rows:
         if isinstance(columns[0], tuple):
             joined[field.name] = tuple(item for column in columns for item in column)
         else:
-            joined[field.name] = _locked(np.concatenate(columns))
+            joined[field.name] = locked(np.concatenate(columns))
     return Rows(**joined)
 
 
@@ -229,10 +235,12 @@ def make_row(
         "min_p_R": sampling.min_p,
         "stream_R": record.stream,
         "heeds_eos_R": not sampling.ignore_eos,
+        "least_R": min(num_prompt + sampling.min_tokens, LARGEST_INT),
         "watched_R": bool(sampling.stop or sampling.stop_ids or sampling.stream),
         "num_tops_R": -1 if sampling.logprobs is None else sampling.logprobs,
-        "edited_R": sampling.edits,
-        "probed_R": record.scores_prompt or bool(record.request.hidden_layers),
+        "edited_R": record.edits is not None,
+        "num_scored_R": record.num_scored if record.scores_prompt else -1,
+        "num_hidden_R": record.num_hidden if record.request.hidden_layers else -1,
         "embedded_R": record.request.prompt_embeds is not None,
     }
     tail = np.zeros((1, block_size), np.int32)
@@ -242,26 +250,35 @@ def make_row(
         ids=(record.key,),
         versions=(record.version,),
         tables=(table,),
-        tail_RB=_locked(tail),
-        tail_logprob_RB=_locked(np.zeros((1, block_size), np.float32)),
+        tail_RB=locked(tail),
+        tail_logprob_RB=locked(np.zeros((1, block_size), np.float32)),
+        tail_tops=((),),
+        tail_hidden=((),),
         **{name: frozen((values[name],), dtype) for name, dtype in _COLUMNS.items()},
     )
 
 
 def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np.ndarray]:
     """The row's newest tokens and logprobs, those its record does not have yet."""
-    start = int(rows.num_prompt_R[row]) + len(record.generated)
-    places = np.arange(start, int(rows.num_tokens_R[row])) % rows.tail_RB.shape[1]
+    start = len(record.request.tokens) + len(record.generated)
+    first = start % rows.tail_RB.shape[1]  # all of them stand in one block
+    places = slice(first, first + int(rows.num_tokens_R[row]) - start)
     return rows.tail_RB[row, places], rows.tail_logprob_RB[row, places]
 
 
-def completed_record(rows: Rows, row: int, record: RequestState) -> RequestState:
-    """The record with everything the row has generated."""
+def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any) -> RequestState:
+    """The record with everything the row has generated, and with `changes`."""
     tokens, logprobs = unsealed(rows, row, record)
+    tops, hidden = rows.tail_tops[row], rows.tail_hidden[row]
+    if tops:  # one chunk for all of them: a chunk for each token would be copied with every token
+        changes["tops"] = (*record.tops, joined(tops, tops[0].top_id_NK.shape[1]))
+    if hidden:
+        changes["hidden"] = (*record.hidden, locked(np.concatenate(hidden, axis=1)))
     return replace(
         record,
-        generated=frozen(np.concatenate([record.generated, tokens])),
-        logprobs=frozen(np.concatenate([record.logprobs, logprobs]), np.float32),
+        generated=locked(np.concatenate([record.generated, tokens])),
+        logprobs=locked(np.concatenate([record.logprobs, logprobs])),
+        **changes,
     )
 
 
@@ -318,7 +335,7 @@ def _collected(record: RequestState) -> dict[str, Any]:
     if sampling.logprobs is not None:
         tops = joined(record.tops, sampling.logprobs)
         found |= {"top_ids": tops.top_id_NK, "top_logprobs": tops.top_logprob_NK}
-    if record.scores_prompt:
+    if record.scores_prompt and record.num_scored == len(record.request.tokens) - 1:
         scores = behind_the_first(joined(record.prompt_scores, sampling.prompt_logprobs))
         found |= {
             "prompt_logprobs": scores.logprob_N,
@@ -326,7 +343,7 @@ def _collected(record: RequestState) -> dict[str, Any]:
             "prompt_top_logprobs": scores.top_logprob_NK,
         }
     if layers and record.hidden:
-        states = _locked(np.concatenate(record.hidden, axis=1))
+        states = locked(np.concatenate(record.hidden, axis=1))
         found["hidden_states"] = Map(zip(layers, states, strict=True))
     return found
 

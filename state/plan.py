@@ -4,13 +4,13 @@ R rows, S sampled rows among them, T tokens. Arrays are read-only.
 """
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
 from purestep.state.adapters import Residence
 from purestep.state.pytree import tree
 from purestep.state.request import Completion
+from purestep.state.sampling import LogitEdits
 from purestep.state.scores import Scores
 
 
@@ -34,26 +34,6 @@ class BatchDescriptor:
 
 
 @tree
-class LogitEdits:
-    """What changes the logits of one sampled row, in this order; E ids of each kind."""
-
-    place: int  # among the sampled rows
-    bias_id_E: np.ndarray  # int32
-    bias_E: np.ndarray  # float32
-    repetition_penalty: float
-    seen_E: np.ndarray  # int32, the ids of prompt and generated tokens, each once
-    presence_penalty: float
-    frequency_penalty: float
-    drawn_E: np.ndarray  # int32, the ids of generated tokens, each once
-    count_E: np.ndarray  # int32, how often
-    banned_E: np.ndarray  # int32, end tokens included while they are not allowed yet
-    allowed_E: np.ndarray | None  # int32
-    processor: str | None
-    processor_args: tuple[Any, ...]
-    context: np.ndarray  # int32, all ids of the row, for the processor; -1 = an embedding
-
-
-@tree
 class SamplingRows:
     """Parameters of the rows that sample in this step, one entry each."""
 
@@ -64,7 +44,7 @@ class SamplingRows:
     stream_S: np.ndarray  # uint64
     position_S: np.ndarray  # int32, place in the sequence of the token to be drawn
     num_tops_S: np.ndarray  # int32, likeliest tokens to tell; -1 = none asked for
-    edits: tuple[LogitEdits, ...]  # of the rows whose logits are changed first
+    edits: tuple[tuple[int, LogitEdits], ...]  # (place among them, what changes its logits first)
 
 
 @tree
@@ -155,7 +135,9 @@ class Outputs:
     tokens_S: np.ndarray  # int32, the new token of each id
     logprobs_S: np.ndarray  # float32
     finished: tuple[Completion, ...]
-    texts: tuple[tuple[str, str], ...] = ()  # (id, new text) of requests with `stream`
+    # (id, new text) of requests with `stream`. What was held back (half a character, the beginning
+    # of a stop string) when one ends by capacity or an error is in its completion's text alone.
+    texts: tuple[tuple[str, str], ...] = ()
     loads: tuple[tuple[str, str], ...] = ()  # (adapter name, source) to read and `deliver`
     waiting_for: tuple[str, ...] = ()  # adapters still loading, when nothing else can run
     num_tokens: int = 0  # computed in this step, without padding

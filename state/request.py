@@ -12,8 +12,10 @@ from purestep.state.errors import RequestError, SamplingError
 from purestep.state.pytree import tree
 from purestep.state.sampling import (
     LARGEST_INT,
+    LogitEdits,
     SamplingParams,
     check_sampling,
+    is_int,
     is_list,
     is_unicode,
 )
@@ -32,7 +34,8 @@ class Request:
 
     `hidden_layers` asks for hidden states at every position, numbered as transformers numbers its
     `output_hidden_states`: 0 is the embeddings, i the output of layer i, the last one normed;
-    negative numbers count from the end.
+    negative numbers count from the end. With `n` > 1 each sample returns them, so each computes
+    the prompt for itself.
     """
 
     id: str
@@ -66,8 +69,10 @@ class Completion:
 
     Logprobs are of the model's own distribution (log-softmax of the raw fp32 logits, whatever the
     sampling parameters). Those of the prompt are carried by sample 0 and start with NaN, as nothing
-    stands before the first token; `logprob_dicts` and `prompt_logprob_dicts` give them as JSON can
-    hold them. Hidden states cover every position the model has read: all but the last token drawn.
+    stands before the first token; there are none where the request ended before its whole prompt
+    was read. `logprob_dicts` and `prompt_logprob_dicts` give them as JSON can hold them. Hidden
+    states cover every position the model has read: prompt and generated tokens but the last drawn,
+    the prompt alone for max_tokens=0, less where the request ended before that.
     """
 
     id: str
@@ -88,7 +93,7 @@ class Completion:
     prompt_logprobs: np.ndarray | None = None  # float32 [P], NaN where there is no id to score
     prompt_top_ids: np.ndarray | None = None  # int32 [P, k], first row -1
     prompt_top_logprobs: np.ndarray | None = None  # float32 [P, k], first row NaN
-    hidden_states: Map[int, np.ndarray] | None = None  # layer as asked -> float32 [P + G - 1, D]
+    hidden_states: Map[int, np.ndarray] | None = None  # layer as asked -> float32 [positions, D]
 
 
 def logprob_dicts(completion: Completion) -> list[dict[int, float]]:
@@ -104,11 +109,24 @@ def prompt_logprob_dicts(
 ) -> list[dict[int, float] | None]:
     """id -> logprob for each token of the prompt, which the caller gives; None for the first.
 
-    Where an embedding stands in place of an id the likeliest tokens are there alone. Raises
-    RequestError when the request did not ask for prompt logprobs.
+    Where an embedding stands in place of an id (-1) the likeliest tokens are there alone. Raises
+    RequestError when the completion has no prompt logprobs, and for another prompt's length.
     """
+    who = f"request {completion.id!r}"
     if completion.prompt_logprobs is None:
-        raise RequestError(f"request {completion.id!r}: prompt_logprobs were not asked for")
+        if completion.index > 0:
+            why = f"sample {completion.index} carries none, sample 0 does if they were asked for"
+        elif completion.finish_reason in (FinishReason.ERROR, FinishReason.CAPACITY):
+            cause = completion.error or completion.finish_reason.value
+            why = f"it ended before its prompt was scored, if that was asked for: {cause}"
+        else:
+            why = "they were not asked for"
+        raise RequestError(f"{who} has no prompt_logprobs: {why}")
+    if len(tokens) != completion.num_prompt_tokens:
+        raise RequestError(
+            f"{who}: {len(tokens)} tokens given, but the prompt has "
+            f"{completion.num_prompt_tokens} (-1 for each embedding)"
+        )
     columns = completion.prompt_logprobs, completion.prompt_top_ids, completion.prompt_top_logprobs
     return [None, *_dicts(np.asarray(tokens)[1:], *(column[1:] for column in columns))]
 
@@ -131,8 +149,9 @@ def _dicts(
 class RequestState:
     """Progress of one live request.
 
-    While it runs, the newest tokens live in the columns of `Rows`; `generated` is then complete up
-    to the last block boundary. While it waits, `generated` is complete and nothing is computed.
+    While it runs, the newest tokens, and what was found out about them, live in the columns of
+    `Rows`; `generated` is then complete up to the last block boundary. While it waits, `generated`
+    is complete and nothing is computed.
     """
 
     request: Request  # `tokens` is a read-only int32 array here, -1 where an embedding stands
@@ -156,7 +175,9 @@ class RequestState:
     num_preemptions: int
     text: bytes | None  # generated text so far; None where no stop string or stream asks for it
     num_streamed: int  # bytes of `text` that `Outputs.texts` has told
-    tops: tuple[Scores, ...]  # of the generated tokens, where asked for
+    early_edits: LogitEdits | None  # what changes the logits until `min_tokens` are generated
+    edits: LogitEdits | None  # and from then on; None where nothing does
+    tops: tuple[Scores, ...]  # of `generated`, where asked for
     prompt_scores: tuple[Scores, ...]  # of prompt tokens 1 onwards, as far as they are known
     hidden: tuple[np.ndarray, ...]  # float32 [layers asked for, n, D] of positions 0 onwards
 
@@ -186,8 +207,16 @@ class RequestState:
         return min(wants, default=None)
 
 
+def num_given(values: Any) -> int | None:
+    """How many items the caller gave; None for what is no sequence."""
+    try:
+        return len(values)
+    except TypeError:  # also of an array without dimensions
+        return None
+
+
 def frozen(values: Any, dtype: Any = np.int32) -> np.ndarray:
-    """A read-only one-dimensional array holding a copy of `values`."""
+    """A read-only array holding a copy of `values`."""
     array = np.array(values, dtype=dtype)
     array.setflags(write=False)
     return array
@@ -219,7 +248,7 @@ def checked_request(
         raise RequestError(f"{who}: salt={salt!r} must be None or a string")
     if not isinstance(request.sampling, SamplingParams):
         raise RequestError(f"{who}: sampling={request.sampling!r} must be SamplingParams")
-    if not isinstance(request.priority, int | np.integer) or abs(request.priority) > LARGEST_INT:
+    if not is_int(request.priority) or abs(request.priority) > LARGEST_INT:
         raise RequestError(
             f"{who}: priority={request.priority!r} must be an integer in +-{LARGEST_INT}"
         )
@@ -245,7 +274,7 @@ def checked_request(
 def checked_layers(layers: Any, num_layers: int, who: str) -> tuple[int, ...]:
     """`hidden_layers` as a tuple. Raises RequestError."""
     low, high = -num_layers - 1, num_layers
-    whole = is_list(layers) and all(isinstance(i, int | np.integer) for i in layers)
+    whole = is_list(layers) and all(map(is_int, layers))
     if not whole or not all(low <= i <= high for i in layers) or len(set(layers)) < len(layers):
         raise RequestError(
             f"{who}: hidden_layers={layers!r} must be different integers in {low}..{high}"

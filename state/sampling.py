@@ -1,5 +1,6 @@
 """How tokens are chosen: the user's words, checked and in one plain form."""
 
+import reprlib
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,21 +20,23 @@ class SamplingParams:
     called `processor`; then `temperature`, `top_k`, `top_p`, `min_p`. Each does what the processor
     of that name in transformers does (presence and frequency: what OpenAI documents).
 
-    `temperature` 0 is greedy: the lowest id among the largest logits. `top_k` 0, `top_p` 1 and
-    `min_p` 0 are off; `top_k=1` draws among the ids that share the largest logit. `logit_bias` maps
-    ids to numbers (-inf bans). `seed` None derives the noise from the engine's seed and the
-    request's id. `n` samples of one prompt differ in their noise; the first is called as the
-    request, the others `id#1`, `id#2`, ...
+    A `temperature` below 1e-5 is greedy, as 0: the lowest id among the largest logits. `top_k` 0,
+    `top_p` 1 and `min_p` 0 are off; `top_k=1` draws among the ids that share the largest logit.
+    `logit_bias` maps ids to numbers (-inf bans). `seed` None derives the noise from the engine's
+    seed and the request's id. `n` samples of one prompt differ in their noise; the first is called
+    as the request, the others `id#1`, `id#2`, ...
 
     `stop` strings end the text just before their first occurrence, also across token borders, or
     behind it with `include_stop`; `stop_ids` come on top of the model's own end tokens, which
     `ignore_eos` switches off. The stopping token is kept in `Completion.tokens`. No stop counts
-    before `min_tokens` are generated. `max_tokens` 0 scores the prompt and generates nothing.
+    before `min_tokens` are generated. `max_tokens` 0 scores the prompt and generates nothing; how
+    tokens are chosen then does not matter, and to ask for anything of generated ones is refused.
 
     `logprobs` k returns the k likeliest tokens of each position beside the chosen one,
     `prompt_logprobs` k the same for the prompt (k = 0: only the tokens themselves). All logprobs
     are of the model's own distribution: the log-softmax of the raw fp32 logits, whatever the other
-    parameters say. `stream` puts new text into `Outputs.texts`.
+    parameters say. `stream` puts new text into `Outputs.texts`, all of it where the request ends
+    by a stop or by length; else what was held back is in `Completion.text` alone.
     """
 
     temperature: float = 1.0
@@ -60,14 +63,36 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     stream: bool = False
 
+
+@tree
+class LogitEdits:
+    """What changes the logits of one sampled row, in this order; E ids of each kind.
+
+    What depends on the tokens so far is empty in the form that a request keeps.
+    """
+
+    bias_id_E: np.ndarray  # int32
+    bias_E: np.ndarray  # float32
+    repetition_penalty: float
+    seen_E: np.ndarray  # int32, the ids of prompt and generated tokens; some more than once
+    presence_penalty: float
+    frequency_penalty: float
+    drawn_E: np.ndarray  # int32, the ids of generated tokens, each once
+    count_E: np.ndarray  # int32, how often
+    banned_E: np.ndarray  # int32, end tokens included while they are not allowed yet
+    allowed_E: np.ndarray | None  # int32
+    processor: str | None
+    processor_args: tuple[Any, ...]
+    context: np.ndarray  # int32, all ids of the row, for the processor; -1 = an embedding
+
     @property
-    def edits(self) -> bool:
-        """Whether a row of these has its logits changed before they are divided and cut."""
-        penalties = self.repetition_penalty != 1 or self.presence_penalty or self.frequency_penalty
-        masks = self.banned_ids or self.allowed_ids is not None or self.min_tokens
-        return bool(penalties or masks or self.logit_bias or self.processor)
+    def looks_back(self) -> bool:
+        """Whether the tokens so far matter."""
+        counts = self.presence_penalty or self.frequency_penalty
+        return bool(counts or self.repetition_penalty != 1 or self.processor)
 
 
+GREEDY_BELOW = 1e-5  # of temperatures: quotients would lose the noise's digits there
 LARGEST_INT = 2**31 - 1  # what a column of the running rows holds
 LARGEST_TEMPERATURE = 1e6  # far beyond uniform, and any quotient is finite in float32
 LARGEST_PENALTY = 1e6  # likewise for sums and products
@@ -86,19 +111,20 @@ def check_sampling(
 
     def check(holds: bool, field: str, rule: str) -> None:
         if not holds:
-            raise SamplingError(f"{who}: {field}={getattr(s, field)!r}, but {rule}")
+            raise SamplingError(f"{who}: {field}={shown(getattr(s, field))}, but {rule}")
 
     def counts(field: str, least: int, rule: str) -> None:
-        check(_is_int(getattr(s, field)) and getattr(s, field) >= least, field, rule)
+        check(is_int(getattr(s, field)) and getattr(s, field) >= least, field, rule)
 
     def numbers(field: str, low: float, high: float, rule: str) -> None:
         value = getattr(s, field)
         check(_is_number(value) and low <= value <= high, field, rule)
 
     def id_tuple(field: str) -> None:
-        ids = getattr(s, field)
-        fits = is_list(ids) and all(_is_int(t) and 0 <= t < V for t in ids)
-        check(fits, field, f"it must be a tuple of ids in 0..{V - 1}")
+        ids, rule = getattr(s, field), f"it must hold ids in 0..{V - 1}"
+        check(is_list(ids), field, rule)
+        bad = [t for t in ids if not (is_int(t) and 0 <= t < V)][:1]
+        check(not bad, field, f"{rule}, which {shown(bad)} is not")
 
     warm = f"it must be finite and at least 0, at most {LARGEST_TEMPERATURE}"
     numbers("temperature", 0, LARGEST_TEMPERATURE, warm)
@@ -111,15 +137,19 @@ def check_sampling(
         range_ = f"it must be a number in -{LARGEST_PENALTY}..{LARGEST_PENALTY}"
         numbers(field, -LARGEST_PENALTY, LARGEST_PENALTY, range_)
     bias = _bias_pairs(s.logit_bias)
-    known = bias is not None and all(_is_int(t) and 0 <= t < V for t, _ in bias)
-    known = known and len({t for t, _ in bias}) == len(bias)
-    check(known, "logit_bias", f"it must map ids in 0..{V - 1} to numbers, each once")
-    weighed = all(
-        _is_number(b) and (b == -np.inf or -LARGEST_PENALTY <= b <= LARGEST_PENALTY)
-        for _, b in bias
-    )
+    rule = f"it must map ids in 0..{V - 1} to numbers, each once"
+    check(bias is not None, "logit_bias", rule)
+    odd = [t for t, _ in bias if not (is_int(t) and 0 <= t < V)][:1]
+    check(not odd, "logit_bias", f"{rule}, and {shown(odd)} is no such id")
+    check(len({t for t, _ in bias}) == len(bias), "logit_bias", rule)
     limit = f"each must be -inf or a number in -{LARGEST_PENALTY}..{LARGEST_PENALTY}"
-    check(weighed, "logit_bias", limit)
+    heavy = [
+        pair
+        for pair in bias
+        if not _is_number(pair[1])
+        or not (pair[1] == -np.inf or -LARGEST_PENALTY <= pair[1] <= LARGEST_PENALTY)
+    ][:1]
+    check(not heavy, "logit_bias", f"{limit}, not {shown(heavy)}")
     if s.allowed_ids is not None:
         id_tuple("allowed_ids")
         check(len(s.allowed_ids) > 0, "allowed_ids", "it must allow at least 1 id")
@@ -132,31 +162,43 @@ def check_sampling(
     plain = isinstance(s.processor_args, tuple) and all(map(_is_plain, s.processor_args))
     check(plain, "processor_args", "it must be a tuple of None, bool, int, float, str and bytes")
     check(s.processor is not None or not s.processor_args, "processor_args", "processor is None")
-    seeded = s.seed is None or (_is_int(s.seed) and 0 <= s.seed < 2**64)
+    seeded = s.seed is None or (is_int(s.seed) and 0 <= s.seed < 2**64)
     check(seeded, "seed", "it must be None or an integer in 0..2**64-1")
-    check(_is_int(s.n) and 1 <= s.n <= LARGEST_N, "n", f"it must be in 1..{LARGEST_N}")
+    check(is_int(s.n) and 1 <= s.n <= LARGEST_N, "n", f"it must be in 1..{LARGEST_N}")
     counts("max_tokens", 0, "it must be at least 1, or 0 to score the prompt")
     check(s.n == 1 or s.max_tokens > 0, "n", "max_tokens=0 generates nothing")
     counts("min_tokens", 0, "it must be at least 0")
     check(s.min_tokens <= s.max_tokens, "min_tokens", f"max_tokens={s.max_tokens!r}")
-    if s.temperature == 0:
-        greedy = "temperature=0 is greedy, so it would have no effect"
+    if s.temperature < GREEDY_BELOW:
+        greedy = f"temperature={s.temperature!r} is greedy, so it would have no effect"
         check(s.top_k <= 1, "top_k", greedy)
         check(s.top_p == 1, "top_p", greedy)
         check(s.min_p == 0, "min_p", greedy)
-        check(s.n == 1, "n", "temperature=0 is greedy, so all samples would be equal")
+        equal = f"temperature={s.temperature!r} is greedy, so all samples would be equal"
+        check(s.n == 1, "n", equal)
     words = is_list(s.stop) and all(isinstance(w, str) and w and is_unicode(w) for w in s.stop)
-    check(words, "stop", "it must be a tuple of non-empty strings")
+    check(words, "stop", "it must hold non-empty strings")
     missing = "the program has no token table to find text with"
     check(has_text or not s.stop, "stop", f"{missing}; use stop_ids")
     id_tuple("stop_ids")
     for field in ("ignore_eos", "include_stop", "stream"):
-        check(isinstance(getattr(s, field), bool), field, "it must be True or False")
+        check(isinstance(getattr(s, field), bool | np.bool_), field, "it must be True or False")
     check(has_text or not s.stream, "stream", missing)
     for field in ("logprobs", "prompt_logprobs"):
         k = getattr(s, field)
-        fits = k is None or (_is_int(k) and 0 <= k <= V)
+        fits = k is None or (is_int(k) and 0 <= k <= V)
         check(fits, field, f"it must be None or in 0..{V}, the size of the vocabulary")
+    if s.max_tokens == 0:
+        nothing = "max_tokens=0 generates nothing, so it would have no effect"
+        check(s.logprobs is None, "logprobs", nothing)
+        for field in ("stop", "stop_ids", "include_stop", "stream"):
+            check(
+                len(getattr(s, field)) == 0
+                if is_list(getattr(s, field))
+                else not getattr(s, field),
+                field,
+                nothing,
+            )
     return SamplingParams(
         temperature=float(s.temperature),
         top_k=min(int(s.top_k), LARGEST_INT),
@@ -175,12 +217,12 @@ def check_sampling(
         max_tokens=min(int(s.max_tokens), LARGEST_INT),
         min_tokens=min(int(s.min_tokens), LARGEST_INT),
         stop=tuple(s.stop),
-        stop_ids=tuple(int(t) for t in s.stop_ids),
-        include_stop=s.include_stop,
-        ignore_eos=s.ignore_eos,
+        stop_ids=_ids(s.stop_ids),
+        include_stop=bool(s.include_stop),
+        ignore_eos=bool(s.ignore_eos),
         logprobs=None if s.logprobs is None else int(s.logprobs),
         prompt_logprobs=None if s.prompt_logprobs is None else int(s.prompt_logprobs),
-        stream=s.stream,
+        stream=bool(s.stream),
     )
 
 
@@ -204,16 +246,22 @@ def _is_plain(value: Any) -> bool:
     return value is None or type(value) in (bool, int, float, bytes)
 
 
-def _is_int(value: Any) -> bool:
+def is_int(value: Any) -> bool:
     return isinstance(value, int | np.integer) and not isinstance(value, bool)
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, float | np.floating) or _is_int(value)
+    return isinstance(value, float | np.floating) or is_int(value)
+
+
+def shown(value: Any) -> str:
+    """A value in a message: of a long one, the beginning."""
+    return reprlib.repr(value) if is_list(value) or isinstance(value, Mapping) else repr(value)
 
 
 def is_list(value: Any) -> bool:
-    return isinstance(value, tuple | list | np.ndarray)
+    flat = isinstance(value, np.ndarray) and value.ndim == 1
+    return flat or isinstance(value, tuple | list)
 
 
 def is_unicode(text: str) -> bool:

@@ -25,9 +25,9 @@ def joined(chunks: Sequence[Scores], width: int) -> Scores:
     )
     parts = [none, *chunks]
     return Scores(
-        logprob_N=_locked(np.concatenate([p.logprob_N for p in parts])),
-        top_id_NK=_locked(np.concatenate([p.top_id_NK for p in parts])),
-        top_logprob_NK=_locked(np.concatenate([p.top_logprob_NK for p in parts])),
+        logprob_N=locked(np.concatenate([p.logprob_N for p in parts])),
+        top_id_NK=locked(np.concatenate([p.top_id_NK for p in parts])),
+        top_logprob_NK=locked(np.concatenate([p.top_logprob_NK for p in parts])),
     )
 
 
@@ -42,6 +42,7 @@ def behind_the_first(scores: Scores) -> Scores:
     return joined((first, scores), K)
 
 
-def _locked(array: np.ndarray) -> np.ndarray:
+def locked(array: np.ndarray) -> np.ndarray:
+    """The array itself, which nobody else holds, read-only from now on."""
     array.setflags(write=False)
     return array

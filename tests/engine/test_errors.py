@@ -111,6 +111,8 @@ def test_an_answer_that_outgrows_the_pool_ends_with_capacity() -> None:
         ({"num_blocks": None, "kv_bytes": 100}, "kv_bytes=100"),
         ({"seed": -1}, "seed=-1"),
         ({"token_buckets": (8, 4)}, "token_buckets"),
+        ({"processors": {1: abs}}, "processors: 1 must name"),
+        ({"processors": {"x": 5}}, "processors: 'x' must name a function, and 5"),
     ],
 )
 def test_bad_options_are_named(options: dict[str, Any], words: str) -> None:

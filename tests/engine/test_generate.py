@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -69,9 +70,13 @@ def test_bad_requests_become_completions_with_an_error() -> None:
 def test_malformed_requests_hurt_nobody() -> None:
     """Tokens that are no sequence give one error completion; what is no request is a TypeError."""
     good = request("ok", prompt(0, 5))
-    odd = [Request(id=str(n), tokens=tokens) for n, tokens in enumerate((5, None, "ab", [[1], 2]))]
+    kinds = (5, None, "ab", [[1], 2], np.array(5))
+    odd = [Request(id=str(n), tokens=tokens) for n, tokens in enumerate(kinds)]
+    odd.append(Request(id="rows", prompt_embeds=np.zeros((3, 1))))
+    odd.append(Request(id="long", tokens=[1] * 5000))
     done = {c.id: c for c in generate(tiny_program(), [*odd, good])}
-    assert [done[str(n)].finish_reason for n in range(4)] == ["error"] * 4
+    assert [done[r.id].finish_reason for r in odd] == ["error"] * 7
+    assert [done[r.id].num_prompt_tokens for r in odd] == [0, 0, 2, 2, 0, 3, 5000]
     assert done["ok"].tokens.tolist() == alone(good).tokens.tolist()
     with pytest.raises(TypeError, match="None"):
         list(generate(tiny_program(), [good, None]))
@@ -273,10 +278,4 @@ def test_text_never_holds_half_a_character() -> None:
     state = submit(init(program), request("x", [0, 0], max_tokens=1))
     _, outputs = step(program, state)
     assert outputs.finished[0].text in ("x", "\N{REPLACEMENT CHARACTER}")
-    assert program.config.tokens.text(_ids([0, 1, 5])) == "éx"
-
-
-def _ids(values: list[int]) -> object:
-    import numpy as np
-
-    return np.array(values)
+    assert program.config.tokens.text(np.array([0, 1, 5])) == "éx"

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 from peft import get_peft_model_state_dict
+from safetensors.torch import load_file, save_file
 
 from purestep.engine import (
     EngineState,
@@ -46,6 +47,7 @@ from purestep.state.errors import (
     TornStateError,
     UnknownRequestError,
 )
+from purestep.state.text import TokenTable
 from tests.engine.tiny import (
     adapter_folder,
     alone,
@@ -400,6 +402,39 @@ def test_a_damaged_snapshot_is_refused(tmp_path: Path, file: str, how: str) -> N
     else:
         victim.write_bytes(data[: len(data) // 2] if how == "cut" else b"")
     with pytest.raises(SnapshotError):
+        restore(program, tmp_path / "s")
+
+
+def test_a_program_that_cannot_run_the_requests_is_refused(tmp_path: Path) -> None:
+    """Stop strings and streams need a token table, processors their function."""
+    table = TokenTable([b"x"] * 128)
+    full = tiny_program(tokens=table, processors={"mine": lambda seen, logits: logits})
+    for words, lacking, message in (
+        ({"stop": ("ab",)}, {"processors": full.processors}, "'x' has stop .* no token table"),
+        ({"stream": True}, {"processors": full.processors}, "'x' has stop .* no token table"),
+        ({"processor": "mine"}, {"tokens": table}, "'x' needs the logits processor 'mine'"),
+    ):
+        state, _ = step(full, submit(init(full), request("x", prompt(1, 5), **words)))
+        snapshot(state, tmp_path / "s")
+        with pytest.raises(SnapshotError, match=message):
+            restore(tiny_program(**lacking), tmp_path / "s")
+        run(full, restore(full, tmp_path / "s"))
+
+
+@pytest.mark.parametrize("how", ["altered", "missing", "reshaped", "gone"])
+def test_prompts_of_a_snapshot_are_checked(tmp_path: Path, how: str) -> None:
+    """Embeddings are named by their digest, so that what was changed is not taken for them."""
+    program = tiny_program()
+    item = Request(id="x", prompt_embeds=torch.randn(6, 32))
+    state, _ = step(program, submit(init(program), item))
+    snapshot(state, tmp_path / "s")
+    file = tmp_path / "s" / "prompts.safetensors"
+    ((name, rows),) = load_file(file).items()
+    file.unlink()
+    if how != "gone":
+        changed = {"altered": rows + 1, "missing": rows, "reshaped": rows.view(3, 64)}[how]
+        save_file({"other" if how == "missing" else name: changed}, file)
+    with pytest.raises(SnapshotError, match=r"prompts\.safetensors is damaged"):
         restore(program, tmp_path / "s")
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map
 
 from purestep.engine import (
     Completion,
@@ -322,6 +323,49 @@ def test_processors_change_their_row_and_end_it_when_they_fail() -> None:
     assert len(done["broken"].top_ids) == 3
     assert done["neutral"].tokens.tolist() == hf_tokens(list(NEUTRAL.tokens), 8)
     assert state.host.blocks.num_free == program.config.num_blocks
+
+
+def test_a_processor_is_blamed_for_what_it_did_alone() -> None:
+    """SL-05: NaN weights end rows with the model's own error, whatever the processor does."""
+    functions = {"same": lambda seen, logits: logits, "raises": lambda seen, logits: 1 / 0}
+    program = tiny_program(processors=functions)
+    spoiled = tree_map(lambda leaf: None if leaf is None else leaf * torch.nan, program.params)
+    items = [request(name, prompt(1, 5), processor=name) for name in functions]
+    items.append(request("scored", prompt(1, 5), max_tokens=0, prompt_logprobs=1))
+    items.append(request("tops", prompt(1, 5), logprobs=2))
+    _, done = run(replace(program, params=spoiled), init(program), items)
+    for name in ("same", "raises", "scored", "tops"):
+        assert done[name].finish_reason == FinishReason.ERROR
+        assert "model's logits are not finite" in done[name].error
+    assert len(done["tops"].top_ids) == 0, "what a failed row would have told is dropped"
+
+
+def test_a_processor_cannot_end_a_row_before_min_tokens() -> None:
+    """SL-01: end tokens are banned before it is called; it may lift that, but they do not count."""
+
+    def only(seen: tuple[int, ...], logits: torch.Tensor, token: int) -> torch.Tensor:
+        return torch.full_like(logits, -torch.inf).index_fill(0, torch.tensor(token), 0.0)
+
+    program = tiny_program(processors={"only": only}, stop_ids=(7,))
+    words = {"processor": "only", "min_tokens": 4, "ignore_eos": False}
+    items = [
+        request("eos", prompt(1, 5), processor_args=(7,), **words),
+        request("own", prompt(1, 5), processor_args=(9,), stop_ids=(9,), **words),
+    ]
+    _, done = run(program, init(program), items)
+    assert done["eos"].tokens.tolist() == [7] * 4
+    assert done["own"].tokens.tolist() == [9] * 4
+    assert {c.finish_reason for c in done.values()} == {FinishReason.STOP}
+
+
+def test_likeliest_tokens_of_equal_and_other_counts_keep_their_rows() -> None:
+    """SL-08: rows of one count are looked at together; each gets what it gets alone."""
+    program = tiny_program()
+    items = [request(str(n), prompt(n, 5), logprobs=k) for n, k in enumerate((2, 0, 3, 2))]
+    _, done = run(program, init(program), [NEUTRAL, *items])
+    for item in items:
+        _, alone = run(program, init(program), [item])
+        assert done[item.id].top_ids.tolist() == alone[item.id].top_ids.tolist()
 
 
 def test_a_row_without_a_token_left_ends_alone() -> None:

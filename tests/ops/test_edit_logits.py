@@ -18,14 +18,13 @@ from transformers import (
     SuppressTokensLogitsProcessor,
 )
 
-from purestep.engine.extras import edits_of
+from purestep.engine.extras import edits_after, edits_of
 from purestep.engine.requests import submit_host
 from purestep.engine.sampling import edit_, process_
 from purestep.simulation.world import EOS, VOCAB, toy_config, toy_state
 from purestep.state.engine import progress
-from purestep.state.plan import LogitEdits
 from purestep.state.request import Request, RequestState, frozen
-from purestep.state.sampling import SamplingParams
+from purestep.state.sampling import LogitEdits, SamplingParams
 
 CONFIG = toy_config(processors=("odd", "raises", "short", "nan", "bans"))
 ids = st.integers(0, VOCAB - 1)
@@ -38,8 +37,18 @@ def record_of(prompt: list[int], generated: list[int], **params: Any) -> Request
     return replace(record, generated=frozen(generated))
 
 
+def edits_for(record: RequestState) -> LogitEdits | None:
+    sampling = record.request.sampling
+    edits = edits_of(CONFIG, sampling, early=len(record.generated) < sampling.min_tokens)
+    return edits and edits_after(edits, record.request.tokens, [record.generated])
+
+
+def chosen(records: list[RequestState]) -> list[tuple[int, LogitEdits]]:
+    return [(s, e) for s, r in enumerate(records) if (e := edits_for(r)) is not None]
+
+
 def edited(logits_SV: Tensor, records: list[RequestState]) -> Tensor:
-    edits = [e for s, r in enumerate(records) if (e := edits_of(CONFIG, r, s)) is not None]
+    edits = chosen(records)
     mine = logits_SV.clone()
     if edits:
         edit_(mine, edits)
@@ -109,9 +118,9 @@ def test_edits_are_transformers_and_each_row_has_its_own(
 
 def test_rows_without_edits_have_none() -> None:
     """The plan carries counts only for rows that use them."""
-    assert edits_of(CONFIG, record_of([1], [3, 4]), 0) is None
-    assert edits_of(CONFIG, record_of([1], [3, 4], min_tokens=2), 0) is None
-    counted = edits_of(CONFIG, record_of([1], [3, 4, 3], frequency_penalty=0.5), 0)
+    assert edits_for(record_of([1], [3, 4])) is None
+    assert edits_for(record_of([1], [3, 4], min_tokens=2)) is None
+    counted = edits_for(record_of([1], [3, 4, 3], frequency_penalty=0.5))
     assert (counted.drawn_E.tolist(), counted.count_E.tolist()) == ([3, 4], [2, 1])
     assert not len(counted.seen_E)
 
@@ -125,7 +134,7 @@ def test_an_embedding_is_no_repeated_id() -> None:
         sampling=SamplingParams(repetition_penalty=2.0),
     )
     record = progress(submit_host(config, toy_state(config).host, request, rows_ED), "r")
-    assert edits_of(config, record, 0).seen_E.tolist() == [5]
+    assert edits_for(record).seen_E.tolist() == [5]
 
 
 PROCESSORS = {
@@ -139,8 +148,7 @@ PROCESSORS = {
 
 def processed(records: list[RequestState]) -> tuple[Tensor, dict[int, str]]:
     logits = torch.arange(VOCAB).float().repeat(len(records), 1)
-    edits: list[LogitEdits] = [e for s, r in enumerate(records) if (e := edits_of(CONFIG, r, s))]
-    return logits, process_(logits, edits, PROCESSORS)
+    return logits, process_(logits, chosen(records), PROCESSORS)
 
 
 def test_a_processor_sees_ids_and_logits_of_its_row_alone() -> None:
@@ -164,7 +172,7 @@ def test_a_processor_sees_ids_and_logits_of_its_row_alone() -> None:
         ("raises", "logits processor 'raises': ZeroDivisionError"),
         ("short", "must be a tensor of shape"),
         ("nan", "returned nan as a logit"),
-        ("bans", "no token is left"),
+        ("bans", "logits processor 'bans' returned -inf for every id"),
     ],
 )
 def test_a_processor_that_fails_names_itself_and_hurts_nobody(name: str, words: str) -> None:
@@ -180,6 +188,6 @@ def test_a_row_whose_ids_are_all_banned_says_so() -> None:
     everything = {token: -float("inf") for token in range(VOCAB)}
     record = record_of([1], [], logit_bias=everything)
     logits = torch.zeros(1, VOCAB)
-    edits = [edits_of(CONFIG, record, 0)]
+    edits = chosen([record])
     edit_(logits, edits)
     assert "no token is left" in process_(logits, edits, {})[0]

@@ -333,3 +333,16 @@ def test_the_likeliest_tokens_and_their_logprobs() -> None:
 def test_a_place_without_an_id_has_no_score() -> None:
     logits = logits_of(6, 2, 9)
     assert score(logits, torch.tensor([-1, 3])).isnan().tolist() == [True, False]
+
+
+def test_top_p_cuts_before_min_p_as_in_transformers() -> None:
+    """The orders differ: min-p first would leave less mass for top-p to cut from."""
+    logits = torch.tensor([[0.4, 0.3, 0.15, 0.1, 0.05]]).log()
+    theirs = TopPLogitsWarper(0.72)(None, logits)
+    theirs = MinPLogitsWarper(0.3)(None, theirs)
+    swapped = TopPLogitsWarper(0.72)(None, MinPLogitsWarper(0.3)(None, logits))
+    kept = set(torch.nonzero(theirs[0].isfinite()).flatten().tolist())
+    assert kept != set(torch.nonzero(swapped[0].isfinite()).flatten().tolist())
+    count = 400
+    tokens, _ = sample(logits.repeat(count, 1), top_p=0.72, min_p=0.3, stream=list(range(count)))
+    assert set(tokens.tolist()) == kept

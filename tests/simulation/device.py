@@ -19,7 +19,7 @@ from torch import Tensor
 
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
-from purestep.engine.extras import edits_of
+from purestep.engine.extras import edits_after, edits_of
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.schedule import schedule
 from purestep.engine.step import drop_blobs
@@ -74,10 +74,10 @@ def draw(
 
 
 def _edit_key(edits: LogitEdits | None) -> bytes:
-    """The edits but for the row's place, and bans of end tokens, which `draw` obeys."""
+    """The edits but for bans, which `draw` obeys."""
     if edits is None:
         return b""
-    plain = to_plain(replace(edits, place=0, banned_E=frozen(())))
+    plain = to_plain(replace(edits, banned_E=frozen(())))
     return json.dumps(plain, sort_keys=True).encode()
 
 
@@ -96,7 +96,9 @@ def next_token(
         context.append(cell_after(context, config.weights, version, token))
     s = record.request.sampling
     knobs = (s.temperature, s.top_k, s.top_p, s.min_p)
-    edits = edits_of(config, record, 0)
+    edits = edits_of(config, s, early=len(record.generated) < s.min_tokens)
+    if edits is not None:
+        edits = edits_after(edits, record.request.tokens, [record.generated])
     return draw(context, knobs, edits, record.stream, len(tokens), config.model.vocab_size)
 
 
@@ -191,7 +193,8 @@ def toy_step(
         sees(plan)
     device, result = execute(state.config, state.device, plan, state.blobs)
     host, outputs = commit(state.config, host, plan, result)
-    return drop_blobs(replace(state, host=host, device=device)), outputs
+    state = replace(state, host=host, device=device)
+    return (drop_blobs(state) if outputs.finished else state), outputs
 
 
 def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> ToyDevice:
@@ -271,7 +274,7 @@ def _drawn(
     rows = plan.sampling
     assert int(rows.position_S[s]) == end
     columns = (rows.temperature_S, rows.top_k_S, rows.top_p_S, rows.min_p_S)
-    edits = [e for e in rows.edits if e.place == s]
+    edits = [e for place, e in rows.edits if place == s]
     return draw(
         _visible(config, cells, plan.tables[row], end),
         tuple(column[s].item() for column in columns),

@@ -25,6 +25,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from immutables import Map
 
 from purestep.engine.adapters import (
     AdapterFailed,
@@ -35,6 +36,7 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.policy import Policy, by_priority, fcfs
 from purestep.engine.renewal import adopt, flush
@@ -56,9 +58,10 @@ from purestep.state.canonical import digest, from_plain, to_plain
 from purestep.state.engine import EngineState, HostState, check_host, progress
 from purestep.state.errors import AdapterError, RequestError, UnknownAdapterError
 from purestep.state.hashing import random_stream, request_seed
-from purestep.state.plan import Outputs, StepPlan
+from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.request import Completion, FinishReason, Request, RequestState, frozen
 from purestep.state.sampling import SamplingParams
+from purestep.state.text import TokenTable
 
 NAMES = ("sql", "chat", "fr")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}
@@ -113,7 +116,8 @@ def expected_end(told: Told, max_context: int) -> tuple[FinishReason, str | int 
     sampling, token = told.request.sampling, told.tokens[-1]
     if len(told.tokens) >= sampling.min_tokens and (found := newest_stop(told)):
         return FinishReason.STOP, found[2]
-    if token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos):
+    ends = token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos)
+    if ends and len(told.tokens) >= sampling.min_tokens:
         return FinishReason.STOP, token
     full = len(told.tokens) == sampling.max_tokens or len(told.sequence) == max_context
     return (FinishReason.LENGTH, None) if full else None
@@ -196,7 +200,7 @@ words = st.fixed_dictionaries(
         "salt": st.sampled_from((None, None, "x", "sql")),
         "priority": st.sampled_from((0, 0, -1, 2)),
         "sampling": samplings,
-        "hidden_layers": st.sampled_from(((), (), (0,), (-1, 0))),
+        "hidden_layers": st.sampled_from(((), (), (0,), (1, -1, 0, -2))),
         "prompt_embeds": st.none() | st.none() | st.integers(1, 9),
     }
 )
@@ -803,3 +807,122 @@ def test_a_row_whose_adapter_a_failed_step_took_is_computed_again() -> None:
     assert {i: c.tokens.tolist() for i, c in ended.items()} == {
         i: c.tokens.tolist() for i, c in right.items()
     }
+
+
+def made_up(
+    config: Config, state: EngineState, pieces: tuple[bytes, ...], tokens: list[int]
+) -> tuple[EngineState, list[Outputs]]:
+    """Steps whose tokens are given; nothing is computed."""
+    state = replace(state, config=replace(config, tokens=TokenTable(pieces)))
+    news = []
+    for token in tokens:
+        host, plan = schedule(state.config, state.host)
+        result = StepResult(token_S=frozen([token]), logprob_S=frozen([-1.0], np.float32))
+        host, outputs = commit(state.config, host, plan, result)
+        state = replace(state, host=host)
+        news.append(outputs)
+    return state, news
+
+
+PIECES = ("x", "é", "y", "ab", *"abcdefgh")
+
+
+@pytest.mark.parametrize(
+    ("words", "tokens", "want"),
+    [
+        ({"stop": ("é",), "include_stop": True}, [0, 1], ("xé", "é")),
+        ({"stop": ("éy",), "include_stop": True}, [0, 1, 2], ("xéy", "éy")),
+        ({"stop": ("b",), "include_stop": True}, [0, 3], ("xab", "b")),
+        ({"stop": ("ab",), "stop_ids": (3,)}, [0, 3], ("x", "ab")),
+        ({"stop": ("b",), "stop_ids": (3,)}, [0, 3], ("xa", "b")),
+    ],
+)
+def test_where_a_stop_string_ends_the_text(
+    words: dict[str, Any], tokens: list[int], want: tuple[str, str]
+) -> None:
+    """SL-01: behind its last byte where it is kept; it goes before a stop id of the same token."""
+    config = toy_config()
+    state = submit(toy_state(config), Request(id="a", tokens=[1], sampling=SamplingParams(**words)))
+    _, news = made_up(config, state, tuple(p.encode() for p in PIECES), tokens)
+    (completion,) = news[-1].finished
+    assert (completion.text, completion.stop) == want
+
+
+def test_a_branch_streams_on_from_where_its_parent_stood() -> None:
+    """SL-03: parent and branch are told every byte of their texts once, the shared ones by the
+    parent."""
+    config = toy_config()
+    streams = SamplingParams(stream=True, max_tokens=9, temperature=0, ignore_eos=True)
+    state = submit(toy_state(config), Request(id="p", tokens=[1, 3], sampling=streams))
+    told: dict[str, str] = {"p": "", "c": ""}
+    shared, ended = 0, {}
+    while not state.host.idle:
+        if not shared and len(told["p"]) >= 3:
+            state, shared = branch(state, "p", ["c"]), len(told["p"])
+        state, outputs = toy_step(state)
+        for key, text in outputs.texts:
+            told[key] += text
+        ended |= {c.id: c for c in outputs.finished}
+    assert shared
+    assert told["p"] == ended["p"].text
+    assert told["c"] == ended["c"].text[shared:] != ""
+
+
+@pytest.mark.parametrize("layers", [(), (0,)])
+def test_a_preempted_row_finds_its_blocks_once_its_prompt_is_scored(layers: tuple[int]) -> None:
+    """PC-04: what was told need not be computed for that again."""
+    config = toy_config(num_blocks=12, max_batched_tokens=12)
+    sampling = replace(LONG, prompt_logprobs=1, max_tokens=9)
+    request = Request(id="a", tokens=[1] * 10, sampling=sampling, hidden_layers=layers)
+    state = submit(toy_state(config), request)
+    _, right = ran(state)
+    while state.host.rows.num_tokens_R.tolist() != [14]:
+        state, _ = toy_step(state)
+    record = progress(state.host, "a")
+    host = replace(abort(state, "a").host, requests=Map({"a": record}), waiting=("a",))
+    state = replace(state, host=host)
+    _, plan = schedule(config, state.host)
+    assert plan.num_hit_tokens == 12
+    _, ended = ran(state)
+    assert ended["a"].tokens.tolist() == right["a"].tokens.tolist()
+    assert ended["a"].prompt_logprobs[1:].tolist() == right["a"].prompt_logprobs[1:].tolist()
+    for layer in layers:
+        got, want = ended["a"].hidden_states[layer], right["a"].hidden_states[layer]
+        assert got.tolist() == want.tolist()
+
+
+def test_a_scored_prompt_may_fill_the_pool() -> None:
+    """SC-03: nothing is generated, so no block more is needed."""
+    config = toy_config(num_blocks=2)
+    score = SamplingParams(max_tokens=0, prompt_logprobs=0)
+    _, ended = ran(submit(toy_state(config), Request(id="a", tokens=[1] * 8, sampling=score)))
+    assert ended["a"].finish_reason == FinishReason.LENGTH
+    with pytest.raises(RequestError, match="9 prompt tokens need 3 blocks of 4"):
+        submit(toy_state(config), Request(id="a", tokens=[1] * 9, sampling=score))
+
+
+@pytest.mark.parametrize("place", range(8))
+def test_embeddings_that_differ_anywhere_share_no_block_from_there(place: int) -> None:
+    """AU-03."""
+    config, rows = toy_config(), torch.zeros(9, 8)
+    other = rows.clone()
+    other[place] = 1
+    state, _ = ran(submit(toy_state(config), Request(id="a", prompt_embeds=rows, sampling=LONG)))
+    _, ended = ran(submit(state, Request(id="b", prompt_embeds=other, sampling=LONG)))
+    assert ended["b"].num_cached_tokens == place // 4 * 4
+
+
+def test_what_rows_ask_for_moves_into_records_a_chunk_a_block() -> None:
+    """A chunk for each token would be copied with every token: quadratic in the answer's length."""
+    config = toy_config(num_blocks=12)
+    sampling = replace(LONG, logprobs=1)
+    request = Request(id="a", tokens=[1] * 3, sampling=sampling, hidden_layers=(0,))
+    state = submit(toy_state(config), request)
+    for _ in range(18):
+        state, _ = toy_step(state)
+        record = state.host.requests["a"]
+        assert len(record.tops) <= 1 + len(record.generated) // 4
+        assert len(record.hidden) <= 1 + len(record.generated) // 4
+        assert len(state.host.rows.tail_tops[0]) < 4
+        assert len(state.host.rows.tail_hidden[0]) < 5
+    assert len(progress(state.host, "a").generated) == 18

@@ -3,18 +3,21 @@
 Cases SC-01, SC-05, SC-06, SL-05, SL-08, SL-09, LS-04, AU-01, AU-03, AU-05, AU-06, BC-09.
 """
 
-from dataclasses import fields
+from dataclasses import fields, replace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from purestep.engine.requests import abort, submit
-from purestep.simulation.device import toy_step
+from purestep.engine.adapters import AdapterFailed, deliver, register_adapter
+from purestep.engine.commit import commit
+from purestep.engine.requests import abort, abort_host, branch, submit
+from purestep.engine.schedule import schedule
+from purestep.simulation.device import execute, toy_step
 from purestep.simulation.world import VOCAB, toy_config, toy_state
 from purestep.state.canonical import digest
-from purestep.state.engine import EngineState
+from purestep.state.engine import EngineState, check_host
 from purestep.state.errors import RequestError, SamplingError, UnknownAdapterError
 from purestep.state.request import (
     Completion,
@@ -25,7 +28,7 @@ from purestep.state.request import (
     logprob_dicts,
     prompt_logprob_dicts,
 )
-from purestep.state.sampling import SamplingParams, check_sampling
+from purestep.state.sampling import SamplingParams, check_sampling, shown
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # an int that no float can hold
@@ -78,7 +81,10 @@ SAMPLING: dict[str, tuple[list[tuple[Any, str]], list[Any]]] = {
     ),
     "allowed_ids": (
         [
-            *[(v, f"in 0..{VOCAB - 1}") for v in ((-1,), (VOCAB,), (1.0,), ("a",), "3", 5)],
+            *[
+                (v, f"in 0..{VOCAB - 1}")
+                for v in ((-1,), (VOCAB,), (1.0,), ("a",), "3", 5, (None,))
+            ],
             ((), "at least 1 id"),
         ],
         [None, (3,), [3, 3, 1], tuple(range(VOCAB))],
@@ -150,6 +156,9 @@ DOUBTFUL = [
     ("stop_ids", np.array([3])),
     ("ignore_eos", "no"),
     ("ignore_eos", None),
+    ("ignore_eos", np.True_),
+    ("banned_ids", np.array([[1, 2]])),
+    ("stop_ids", np.array(3)),
 ]
 
 
@@ -176,7 +185,7 @@ ACCEPTED = [(n, v) for n, (_, good) in SAMPLING.items() for v in good]
 def test_bad_sampling_is_refused_by_name_value_and_limit(name: str, value: Any, words: str) -> None:
     with pytest.raises(SamplingError) as caught:
         checked(with_field(name, value))
-    assert str(caught.value).startswith(f"request 'r7': {name}={value!r}, but ")
+    assert str(caught.value).startswith(f"request 'r7': {name}={shown(value)}, but ")
     assert words in str(caught.value)
 
 
@@ -214,13 +223,54 @@ def checked(request: Request, has_text: bool = True) -> SamplingParams:
     return check_sampling(request.sampling, who, vocab_size=VOCAB, has_text=has_text, processors=())
 
 
+@pytest.mark.parametrize("temperature", [0, 9e-6])
 @pytest.mark.parametrize(
     ("name", "value"), [("top_k", 2), ("top_p", 0.5), ("min_p", 0.1), ("n", 2)]
 )
-def test_greedy_refuses_what_would_have_no_effect(name: str, value: Any) -> None:
-    request = Request(id="r7", tokens=[1], sampling=SamplingParams(temperature=0, **{name: value}))
-    with pytest.raises(SamplingError, match=f"{name}=.*temperature=0 is greedy"):
-        checked(request)
+def test_greedy_refuses_what_would_have_no_effect(
+    name: str, value: Any, temperature: float
+) -> None:
+    with pytest.raises(SamplingError, match=f"{name}=.*temperature={temperature} is greedy"):
+        checked(with_fields(temperature=temperature, **{name: value}))
+    checked(with_fields(temperature=1e-5, **{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("logprobs", 0),
+        ("stop", ("a",)),
+        ("stop_ids", (3,)),
+        ("include_stop", True),
+        ("stream", True),
+    ],
+)
+def test_scoring_refuses_what_would_have_no_effect(name: str, value: Any) -> None:
+    """SL-09. How tokens would be chosen may stay: a checkpoint's defaults bring it."""
+    with pytest.raises(SamplingError, match=f"{name}=.*max_tokens=0 generates nothing"):
+        checked(with_fields(max_tokens=0, prompt_logprobs=1, **{name: value}))
+    checked(with_fields(max_tokens=0, prompt_logprobs=1, top_k=3, temperature=0.5))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("banned_ids", [*range(12)] * 1000 + [77]),
+        ("allowed_ids", np.array([*range(12)] * 1000 + [77])),
+        ("stop_ids", [*range(12)] * 1000 + [77]),
+        ("logit_bias", dict.fromkeys([*range(12), 77, *range(100, 9000)], 1.0)),
+    ],
+)
+def test_a_long_list_is_not_printed_whole_and_the_bad_id_is_named(name: str, value: Any) -> None:
+    with pytest.raises(SamplingError, match=f"{name}=.*77") as caught:
+        checked(with_field(name, value))
+    assert len(str(caught.value)) < 300
+
+
+def test_ids_are_plain_sorted_and_unique() -> None:
+    sampling = checked(with_fields(stop_ids=[5, 3, 5], banned_ids=np.array([4, 1, 4])))
+    assert (sampling.stop_ids, sampling.banned_ids) == ((3, 5), (1, 4))
+    assert checked(with_field("ignore_eos", np.True_)).ignore_eos is True
 
 
 def test_stop_strings_need_a_token_table() -> None:
@@ -355,7 +405,7 @@ def test_one_prompt_for_many_adapters() -> None:
     assert all(r.tokens is request.tokens for r in several)
 
 
-@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 0), (0.5,), 3, None, "0"])
+@pytest.mark.parametrize("layers", [(2,), (-3,), (0, 0), (0.5,), (True,), 3, None, "0"])
 def test_odd_hidden_layers_are_refused(layers: Any) -> None:
     """AU-01: the toy has one layer, so 0 and 1 are there."""
     with pytest.raises(RequestError, match=r"hidden_layers=.* must be different integers in -2..1"):
@@ -384,6 +434,15 @@ BAD_EMBEDS = [
     (torch.zeros(3, 8, dtype=torch.int32), (), "floats of shape .* of torch.int32"),
     ([[0.0] * 8], (), "must be a tensor or array"),
     ("digest", (), "must be a tensor or array"),
+    (np.zeros((3, 8), object), (), "floats of shape .* of object"),
+    (np.zeros((3, 8), np.longdouble), (), "floats of shape"),
+    (np.zeros((3, 8), np.complex64), (), "floats of shape .* of complex64"),
+    (np.array(1.0), (), r"floats of shape \[n, 8\], got \(\)"),
+    (torch.zeros(3, 8, device="meta"), (), "must be a dense tensor, this one is meta"),
+    (torch.zeros(3, 8).to_sparse(), (), "must be a dense tensor, this one is torch.sparse_coo"),
+    (GOOD_EMBEDS, np.array(5), r"tokens must be a flat sequence of integers, got shape \(\)"),
+    (GOOD_EMBEDS, torch.tensor(5), "tokens must be a flat sequence of integers"),
+    (GOOD_EMBEDS, None, "tokens must be a flat sequence of integers"),
     (torch.full((3, 8), NAN), (), "hold NaN or infinity"),
     (GOOD_EMBEDS, [1, 2], "has 3 rows, but tokens have 0 places"),
     (GOOD_EMBEDS, [-1, 2, -1], "has 3 rows, but tokens have 2 places"),
@@ -403,6 +462,30 @@ def test_odd_embeddings_are_refused(embeds: Any, tokens: Any, words: str) -> Non
     assert not state.blobs
 
 
+@pytest.mark.parametrize(
+    "form",
+    [
+        lambda rows: rows.astype(">f4"),
+        lambda rows: rows[::-1].copy()[::-1],
+        lambda rows: rows.astype(np.float64),
+        np.asfortranarray,
+        lambda rows: torch.from_numpy(rows).requires_grad_(),
+        lambda rows: torch.from_numpy(rows).T.contiguous().T,
+    ],
+)
+def test_equal_embeddings_are_one_blob_and_a_copy(form: Any) -> None:
+    """AU-03: whatever the strides and the order of bytes; the caller's rows may change later."""
+    rows = np.arange(24, dtype=np.float32).reshape(3, 8)
+    wanted = submit(toy_state(toy_config()), Request(id="r", prompt_embeds=rows))
+    given = form(rows.copy())
+    state = submit(toy_state(toy_config()), Request(id="r", prompt_embeds=given))
+    assert digest(state.host) == digest(wanted.host)
+    given = given.detach() if isinstance(given, torch.Tensor) else given
+    given[:] = 0
+    (name,) = state.blobs
+    assert torch.equal(state.blobs[name], torch.from_numpy(rows))
+
+
 def test_logprobs_as_dictionaries() -> None:
     """SL-08: the chosen token always, count + 1 entries at most, None for the first of a prompt."""
     request = Request(id="r", tokens=[1, 3, 4], sampling=SamplingParams(logprobs=2, max_tokens=3))
@@ -410,7 +493,7 @@ def test_logprobs_as_dictionaries() -> None:
     for token, entry in zip(completion.tokens.tolist(), logprob_dicts(completion), strict=True):
         assert token in entry
         assert len(entry) <= 3
-    with pytest.raises(RequestError, match="prompt_logprobs were not asked for"):
+    with pytest.raises(RequestError, match="no prompt_logprobs: they were not asked for"):
         prompt_logprob_dicts(completion, [1, 3, 4])
     (plain,) = run_alone(Request(id="r", tokens=[1, 3, 4]))
     assert [list(entry) for entry in logprob_dicts(plain)] == [[t] for t in plain.tokens.tolist()]
@@ -421,6 +504,63 @@ def test_logprobs_as_dictionaries() -> None:
     first, _, last = prompt_logprob_dicts(completion, tokens)
     assert first is None
     assert 4 in last
+    for others in ((), [1, 4], [1, 3, 4, 5]):
+        with pytest.raises(RequestError, match=f"{len(others)} tokens given, but the prompt has 3"):
+            prompt_logprob_dicts(completion, others)
+
+
+def test_prompt_logprobs_are_whole_or_absent() -> None:
+    """SL-08: a request that ends before its prompt is read has none, and the message says why."""
+    scored = SamplingParams(prompt_logprobs=1, n=2)
+    state = register_adapter(toy_state(toy_config()), "/a", name="a")
+    state = submit(state, Request(id="r", tokens=[1, 3, 4], adapter="a", sampling=scored))
+    state, outputs = toy_step(deliver(state, AdapterFailed(name="a", error="no such folder")))
+    first, second = outputs.finished
+    assert first.prompt_logprobs is first.prompt_top_ids is first.prompt_top_logprobs is None
+    with pytest.raises(RequestError, match=r"before its prompt was scored.*: no such folder"):
+        prompt_logprob_dicts(first, [1, 3, 4])
+    with pytest.raises(RequestError, match="sample 1 carries none, sample 0 does"):
+        prompt_logprob_dicts(second, [1, 3, 4])
+
+
+def test_a_failed_load_drops_the_embeddings_of_its_requests() -> None:
+    """MO-03: nothing names them any more."""
+    state = register_adapter(toy_state(toy_config()), "/a", name="a")
+    state = submit(state, Request(id="r", prompt_embeds=GOOD_EMBEDS, adapter="a"))
+    assert len(state.blobs) == 1
+    assert not deliver(state, AdapterFailed(name="a", error="gone")).blobs
+
+
+@pytest.mark.parametrize("where", ["logprob_N", "top_logprob_NK"])
+@pytest.mark.parametrize("max_tokens", [0, 3])
+def test_a_prompt_that_cannot_be_scored_ends_with_an_error(where: str, max_tokens: int) -> None:
+    """SL-05: logits that are not finite; the first chunk tells, the neighbour goes on. Where an
+    embedding stands, NaN is no news."""
+    config = toy_config()
+    scored = SamplingParams(prompt_logprobs=1, max_tokens=max_tokens)
+    state = submit(toy_state(config), Request(id="good", tokens=[1]))
+    rows = torch.ones(1, 8)
+    state = submit(
+        state, Request(id="bad", tokens=[1, -1, *[3] * 9], prompt_embeds=rows, sampling=scored)
+    )
+    host, plan = schedule(config, state.host)
+    _, result = execute(config, state.device, plan, state.blobs)
+    (scores,) = result.scored
+    spoiled = getattr(scores, where).copy()
+    spoiled[0] = NAN
+    after, outputs = commit(
+        config, host, plan, replace(result, scored=(replace(scores, **{where: spoiled}),))
+    )
+    if where == "logprob_N":
+        assert not outputs.finished, "the first of them is an embedding"
+        spoiled[2] = NAN
+        result = replace(result, scored=(replace(scores, **{where: spoiled}),))
+        after, outputs = commit(config, host, plan, result)
+    (completion,) = outputs.finished
+    assert (completion.id, completion.finish_reason) == ("bad", FinishReason.ERROR)
+    assert "not finite" in completion.error
+    assert completion.prompt_logprobs is None
+    check_host(after, config.block_size)
 
 
 def test_samples_live_under_names_of_their_own() -> None:
@@ -433,6 +573,40 @@ def test_samples_live_under_names_of_their_own() -> None:
             submit(state, Request(id=taken, tokens=[1]))
     assert set(abort(state, "x#1").host.requests) == {"x", "x#2"}
     assert abort(toy_step(state)[0], "x").host.idle
+
+
+def test_an_id_is_taken_while_any_sample_of_it_lives() -> None:
+    """SC-01: a second request of the name would be ended by an abort of the first."""
+    state = submit(
+        toy_state(toy_config()), Request(id="x", tokens=[1], sampling=SamplingParams(n=3))
+    )
+    state = branch(submit(state, Request(id="y", tokens=[1])), "x#2", ["z"])
+    left = replace(state, host=abort_host(abort_host(state.host, "x"), "x#1"))
+    assert set(left.host.requests) == {"x#2", "y", "z"}
+    with pytest.raises(RequestError, match="'x': a live request has the id 'x#2'"):
+        submit(left, Request(id="x", tokens=[1]))
+    with pytest.raises(RequestError, match="branch of 'y': a live request has the id 'x#2'"):
+        branch(left, "y", ["x"])
+    gone = abort(left, "x")
+    assert set(gone.host.requests) == {"y", "z"}, "a branch is a request of its own"
+    own = submit(submit(gone, Request(id="x#1", tokens=[1])), Request(id="x", tokens=[1]))
+    assert set(abort(own, "x").host.requests) == {"y", "z", "x#1"}
+
+
+def test_an_id_is_taken_while_its_end_is_still_to_be_told() -> None:
+    """SC-01: two completions of one name in one step could not be told apart."""
+    state = register_adapter(toy_state(toy_config()), "/a", name="a")
+    two = SamplingParams(n=2)
+    state = submit(state, Request(id="x", tokens=[1], adapter="a", sampling=two))
+    state = deliver(submit(state, Request(id="y", tokens=[1])), AdapterFailed(name="a", error="no"))
+    for taken in ("x", "x#1"):
+        with pytest.raises(RequestError, match="still to be told"):
+            submit(state, Request(id=taken, tokens=[1]))
+        with pytest.raises(RequestError, match="still to be told"):
+            branch(state, "y", [taken])
+    state, outputs = toy_step(state)
+    assert [c.key for c in outputs.finished] == ["x", "x#1"]
+    branch(submit(state, Request(id="x", tokens=[1])), "y", ["x#1"])
 
 
 def test_an_id_is_free_again_once_its_request_has_ended() -> None:

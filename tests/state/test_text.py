@@ -150,3 +150,4 @@ def test_half_a_character_is_held_back() -> None:
     assert tellable(b"xa", 0, ("ab",)) == 1
     assert tellable(b"xab", 0, ("abc", "bc")) == 1
     assert tellable(b"xac", 0, ("ab",)) == 3
+    assert tellable(b"aa", 0, ("aab",)) == 0, "the longest beginning of a stop string counts"
