@@ -15,6 +15,7 @@ from purestep.engine.config import Config
 from purestep.engine.execute import execute
 from purestep.engine.fork import fork
 from purestep.engine.generate import generate
+from purestep.engine.graphs import warm_up
 from purestep.engine.loader import Loader
 from purestep.engine.policy import Order, Policy, fcfs
 from purestep.engine.prepare import prepare
@@ -83,4 +84,5 @@ __all__ = [
     "step",
     "submit",
     "unpin_adapter",
+    "warm_up",
 ]

@@ -17,7 +17,7 @@ from purestep.ops.edit_logits import (
     penalise_counts_,
     penalise_repetition_,
 )
-from purestep.ops.sample import draw, likeliest, score
+from purestep.ops.sample import GREEDY_BELOW, draw, greedy, likeliest, score
 from purestep.state.plan import LogitEdits, SamplingRows
 from purestep.state.request import frozen
 from purestep.state.scores import Scores, joined
@@ -36,6 +36,23 @@ def sampled(
         logits_SV = raw_SV.clone()
         edit_(logits_SV, rows.edits)
         errors = process_(logits_SV, rows.edits, processors)
+    token_S, logprob_S = _drawn(logits_SV, raw_SV, rows)
+    tops = []
+    for s in np.flatnonzero(rows.num_tops_S >= 0).tolist():
+        token_1 = token_S[s : s + 1].to(raw_SV.device)
+        tops.append(_scores(raw_SV[s : s + 1], token_1, int(rows.num_tops_S[s])))
+    return {
+        "token_S": frozen(token_S.cpu().numpy()),
+        "logprob_S": frozen(logprob_S.cpu().numpy(), np.float32),
+        "tops": tuple(tops),
+        "errors": tuple(sorted(errors.items())),
+    }
+
+
+def _drawn(logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+    """(token_S int64, logprob_S float32)"""
+    if logits_SV is raw_SV and (rows.temperature_S < GREEDY_BELOW).all():
+        return greedy(raw_SV)
     columns = (
         rows.temperature_S,
         rows.top_k_S,
@@ -45,16 +62,7 @@ def sampled(
         rows.position_S,
     )
     token_S = draw(logits_SV, *(torch.from_numpy(c.copy()).to(raw_SV.device) for c in columns))
-    logprob_S = score(raw_SV, token_S)
-    tops = []
-    for s in np.flatnonzero(rows.num_tops_S >= 0).tolist():
-        tops.append(_scores(raw_SV[s : s + 1], token_S[s : s + 1], int(rows.num_tops_S[s])))
-    return {
-        "token_S": frozen(token_S.cpu().numpy()),
-        "logprob_S": frozen(logprob_S.cpu().numpy(), np.float32),
-        "tops": tuple(tops),
-        "errors": tuple(sorted(errors.items())),
-    }
+    return token_S, score(raw_SV, token_S)
 
 
 def score_rows(

@@ -8,6 +8,8 @@ vocabulary.
 import torch
 from torch import Tensor
 
+from purestep.ops import kernels
+
 GREEDY_BELOW = 1e-5
 _MASK = 0xFFFFFFFF
 
@@ -107,6 +109,17 @@ def draw(
         noise_SV = gumbel_noise(stream_S[drawn], position_S[drawn], logits_SV.shape[1])
         token_S[drawn] = (scaled_SV + noise_SV).argmax(-1)
     return token_S
+
+
+def greedy(logits_SV: Tensor) -> tuple[Tensor, Tensor]:
+    """(token_S int64, logprob_S float32): `draw` at temperature 0 and the token's `score`."""
+    if logits_SV.is_cuda and kernels.usable():
+        from purestep.ops.kernels.greedy import launch
+
+        token_S, bits_S = launch(logits_SV).cpu()  # one copy, the step's only wait
+        return token_S.long(), bits_S.view(torch.float32)
+    token_S = logits_SV.argmax(-1)
+    return token_S, score(logits_SV, token_S)
 
 
 def score(logits_NV: Tensor, token_N: Tensor) -> Tensor:
