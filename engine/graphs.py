@@ -27,6 +27,7 @@ class Graph:
     """A captured decode step."""
 
     inputs: Tensor  # bytes, all that a step tells it
+    batch: Batch  # the same, as the tensors that the graph reads
     replay: Any
     program: Program  # whose weights it reads
 
@@ -90,7 +91,7 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=graphs.memory):
         run()
-    return Graph(inputs=inputs, replay=graph.replay, program=program)
+    return Graph(inputs=inputs, batch=batch, replay=graph.replay, program=program)
 
 
 def padding(config: Config, shape: BatchDescriptor) -> tuple[Tensor, Batch]:

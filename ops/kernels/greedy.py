@@ -11,7 +11,7 @@ from torch import Tensor
 
 @triton.jit
 def _piece(logits_ptr, best_ptr, stat_ptr, V, PIECE: tl.constexpr, BLOCK: tl.constexpr):
-    """Of one piece: the largest logit, its place, the sum of exponentials, whether all are sound."""
+    """A piece's largest logit, its place, the sum of exponentials, whether all are sound."""
     s, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     top = tl.full((BLOCK,), float("-inf"), tl.float32)
     place = tl.full((BLOCK,), 0, tl.int32)

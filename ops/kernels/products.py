@@ -168,6 +168,7 @@ def _expand(
     P,
     O,  # noqa: E741
     h_width,
+    h_slab,
     S: tl.constexpr,
     O0: tl.constexpr,
     O1: tl.constexpr,
@@ -206,7 +207,7 @@ def _expand(
         h_at = t.to(tl.int64)[:, None] * h_width + (s * (h_width // S) + at * CHUNK + r)[None, :]
         h = tl.load(h_ptr + h_at, mask=own, other=0.0)
         for part in tl.static_range(1, PARTS):
-            h += tl.load(h_ptr + part * T.to(tl.int64) * h_width + h_at, mask=own, other=0.0)
+            h += tl.load(h_ptr + part * h_slab + h_at, mask=own, other=0.0)
         used = live & (owner >= 0)
         b = tl.load(
             b_ptr + row.to(tl.int64)[:, None] * O + (first + n)[None, :],
@@ -368,6 +369,7 @@ def expand_(
         b_PO.shape[0],
         O,
         h.shape[2],
+        h.stride(0),
         S=len(out_sizes),
         O0=sizes[0],
         O1=sizes[1],
