@@ -242,7 +242,7 @@ def trace(
         totals.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
     steps = min(20, work.new - 8)
     lines = [
-        f"{sum(times) / steps:10.1f} us a step, {len(times) / steps:.1f} x {median(times):.2f} {name}"
+        f"{sum(times) / steps:9.1f} us, {len(times) / steps:.1f} x {median(times):.2f} {name}"
         for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))
     ]
     text = f"{to.name}: idle {idle:.3f}, step {(end - spans[0][0]) / steps:.0f} us\n"

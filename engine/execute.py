@@ -14,7 +14,7 @@ from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import pack, pack_fused, pack_vocab
 from purestep.engine.pool import Pool, advance_, claim, copy_blocks_, upload_adapter_
 from purestep.engine.program import Program
-from purestep.engine.sampling import sampled, score_rows
+from purestep.engine.sampling import Meanwhile, sampled, score_rows
 from purestep.models.decoder import forward, logits
 from purestep.models.fused import fused_forward
 from purestep.state.batch import Batch
@@ -25,9 +25,16 @@ from purestep.state.scores import Scores
 
 
 def execute(
-    program: Program, device: DeviceState, plan: StepPlan, blobs: Mapping[str, Any]
+    program: Program,
+    device: DeviceState,
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    meanwhile: Meanwhile | None = None,
 ) -> tuple[DeviceState, StepResult]:
     """Run a plan on the pool behind `device`, which is donated: only the returned handle is valid.
+
+    `meanwhile` is called, where that helps, with the sampled tokens on the device, after all is
+    queued and before anything is waited for.
 
     Raises DonatedStateError for a spent handle. When it raises anything else the handle stays
     valid; if the plan overwrote content, the pool refuses further steps until `recover`.
@@ -36,7 +43,7 @@ def execute(
     if not plan.row_ids and not plan.copies:
         return device, StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
     try:
-        result = _run(program, pool, plan, blobs)
+        result = _run(program, pool, plan, blobs, meanwhile)
     except BaseException:
         if not plan.overwrites.empty:
             pool.torn = plan.overwrites
@@ -44,7 +51,13 @@ def execute(
     return advance_(pool, f"step {plan.step}"), result
 
 
-def _run(program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any]) -> StepResult:
+def _run(
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    meanwhile: Meanwhile | None,
+) -> StepResult:
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
@@ -54,11 +67,11 @@ def _run(program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any])
     with torch.inference_mode():
         if program.fused and can_replay(pool.config, plan):
             raw_RV = replay(program, pool, plan)
-            return StepResult(**sampled(raw_RV, plan.sampling, program.processors))
+            return StepResult(**sampled(raw_RV, plan.sampling, program.processors, meanwhile))
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
         batch, hidden_TD = _forward(program, pool, plan, blobs, seen)
         return StepResult(
-            **_sampled(program, pool, plan, batch, hidden_TD),
+            **_sampled(program, pool, plan, batch, hidden_TD, meanwhile),
             scored=tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored),
             hidden=_hidden_arrays(program.config, plan, seen),
         )
@@ -89,13 +102,18 @@ def _forward(
 
 
 def _sampled(
-    program: Program, pool: Pool, plan: StepPlan, batch: Batch, hidden_TD: torch.Tensor
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    batch: Batch,
+    hidden_TD: torch.Tensor,
+    meanwhile: Meanwhile | None,
 ) -> dict[str, Any]:
     if not plan.sampled_R.any():
         return {"token_S": frozen(()), "logprob_S": frozen((), np.float32)}
     index_S, lora = batch.logits_index_S, batch.head_lora
     raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
-    return sampled(raw_SV, plan.sampling, program.processors)
+    return sampled(raw_SV, plan.sampling, program.processors, meanwhile)
 
 
 def _scored(

@@ -1,7 +1,7 @@
 """A plan's index tensors. Part of `execute`.
 
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows,
-P adapter rows, C chunks of 16 of them, X tiles of 64 token rows.
+P adapter rows, C chunks of 16 of them, X tiles of 64 token rows of one slot.
 """
 
 from collections.abc import Sequence
@@ -145,22 +145,29 @@ def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
     owner_CR = np.pad(owner_P, (0, -P % CHUNK), constant_values=-1).reshape(-1, CHUNK)
     used_U = np.flatnonzero((owner_CR >= 0).any(1))
     slot_T = _padded(slots(plan), T, -1).astype(np.int32)
-    span_X2 = np.zeros((-(-T // TILE), 2), np.int32)
-    first, last = {}, {}
-    for u, owners in enumerate(owner_CR[used_U]):
-        for slot in set(owners[owners >= 0].tolist()):
-            first.setdefault(slot, u)
-            last[slot] = u + 1
-    for tile in range(len(span_X2)):
-        present = [s for s in np.unique(slot_T[tile * TILE : (tile + 1) * TILE]).tolist() if s >= 0]
-        if present:
-            span_X2[tile] = min(first[s] for s in present), max(last[s] for s in present)
+    X = num_tiles(config, T)
+    span_X2, token_X = np.zeros((1 + X, 2), np.int32), np.full((X, TILE), -1, np.int32)
+    span_X2[0] = 0, len(used_U)
+    tile = 0
+    for slot in np.unique(slot_T[slot_T >= 0]).tolist():
+        chunks = np.flatnonzero((owner_CR[used_U] == slot).any(1))
+        tokens = np.flatnonzero(slot_T == slot)
+        for start in range(0, len(tokens), TILE):
+            span_X2[1 + tile] = chunks[0], chunks[-1] + 1
+            token_X[tile, : len(tokens) - start] = tokens[start : start + TILE]
+            tile += 1
     return {
         "chunk_C": _padded(used_U.astype(np.int32), len(owner_CR), 0),
         "owner_P": owner_P,
         "slot_T": slot_T,
         "span_X2": span_X2,
+        "token_X": token_X.reshape(-1),
     }
+
+
+def num_tiles(config: Config, T: int) -> int:
+    """The most tiles that T token rows can need."""
+    return min(T, -(-T // TILE) + config.max_active_adapters)
 
 
 @dataclass(slots=True, eq=False)
@@ -213,7 +220,7 @@ def views(buffer: Tensor, spots: Spots) -> Batch:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    names = ("chunk_C", "owner_P", "slot_T", "span_X2")
+    names = ("chunk_C", "owner_P", "slot_T", "span_X2", "token_X")
     lora = {name: tensors.pop(name) for name in names if name in tensors}
     return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
 
@@ -246,7 +253,8 @@ def bucket_fields(config: Config, shape: BatchDescriptor) -> dict[str, tuple[tup
         fields["chunk_C"] = ((-(-P // CHUNK),), np.int32)
         fields["owner_P"] = ((P,), np.int32)
         fields["slot_T"] = ((R,), np.int32)
-        fields["span_X2"] = ((-(-R // TILE), 2), np.int32)
+        fields["span_X2"] = ((1 + num_tiles(config, R), 2), np.int32)
+        fields["token_X"] = ((num_tiles(config, R) * TILE,), np.int32)
     return fields
 
 

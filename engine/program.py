@@ -158,7 +158,8 @@ def make_program(
 def default_row_buckets(max_rows: int) -> tuple[int, ...]:
     """1, 2, 4, then in steps of 8 up to 64, of 32 up to 512; nothing beyond is padded."""
     sizes = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
-    return (*(b for b in sizes if b < max_rows), min(max_rows, 512))
+    largest = min(max_rows, 512)
+    return (*(b for b in sizes if b < largest), largest)
 
 
 def init(program: Program) -> EngineState:

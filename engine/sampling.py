@@ -26,8 +26,15 @@ Processor = Callable[..., Tensor]
 """(ids of the row so far, fp32 logits [V], *processor_args) -> fp32 logits [V]."""
 
 
+Meanwhile = Callable[[Tensor], None]
+"""What the host does between queueing a step and waiting for it; takes token_S on the device."""
+
+
 def sampled(
-    raw_SV: Tensor, rows: SamplingRows, processors: Mapping[str, Processor]
+    raw_SV: Tensor,
+    rows: SamplingRows,
+    processors: Mapping[str, Processor],
+    meanwhile: Meanwhile | None = None,
 ) -> dict[str, Any]:
     """The fields of a StepResult that concern the sampled rows."""
     errors: dict[int, str] = {}
@@ -36,7 +43,7 @@ def sampled(
         logits_SV = raw_SV.clone()
         edit_(logits_SV, rows.edits)
         errors = process_(logits_SV, rows.edits, processors)
-    token_S, logprob_S = _drawn(logits_SV, raw_SV, rows)
+    token_S, logprob_S = _drawn(logits_SV, raw_SV, rows, meanwhile)
     tops = []
     for s in np.flatnonzero(rows.num_tops_S >= 0).tolist():
         token_1 = token_S[s : s + 1].to(raw_SV.device)
@@ -49,10 +56,12 @@ def sampled(
     }
 
 
-def _drawn(logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows) -> tuple[Tensor, Tensor]:
+def _drawn(
+    logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows, meanwhile: Meanwhile | None
+) -> tuple[Tensor, Tensor]:
     """(token_S int64, logprob_S float32)"""
     if logits_SV is raw_SV and (rows.temperature_S < GREEDY_BELOW).all():
-        return greedy(raw_SV)
+        return greedy(raw_SV, meanwhile if (rows.num_tops_S < 0).all() else None)
     columns = (
         rows.temperature_S,
         rows.top_k_S,

@@ -1,7 +1,8 @@
 """lora_linear: a product with a linear's weights and every token's own low-rank delta.
 
 T tokens, D input width, O output width, S slices of O (fused projections), P paged adapter rows
-in chunks of 16, C chunks that the step's adapters touch, X tiles of 64 tokens, n addends.
+in chunks of 16, C chunks that the step's adapters touch, X tiles of 64 tokens that share a slot, n
+addends.
 """
 
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
-TILE = 64  # tokens that share a span of chunks
+TILE = 64  # tokens of one adapter
 SKINNY = 64  # most tokens for which the product is memory's alone
 
 
@@ -24,7 +25,9 @@ class Deltas(NamedTuple):
     chunk_C: Tensor  # int32, the chunks with rows of the step's adapters, ascending, then anything
     owner_P: Tensor  # int32, the slot of each of their rows, -1 for all others
     slot_T: Tensor  # int32, the slot of each token, -1 without an adapter
-    span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` that a tile needs
+    span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` in use: by all tokens,
+    # then by each tile of tokens of one slot
+    token_X: Tensor  # int32, the tokens of each tile, -1 where it has no more
 
 
 def lora_linear(

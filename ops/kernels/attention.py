@@ -90,7 +90,7 @@ def _step(
     return new_top, mass * old + tl.sum(p, 1), acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "num_rows", "M"])
 def _attend(
     q_ptr,
     kv_ptr,

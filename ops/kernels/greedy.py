@@ -43,7 +43,7 @@ def _piece(logits_ptr, best_ptr, stat_ptr, V, PIECE: tl.constexpr, BLOCK: tl.con
     tl.store(stat_ptr + at * 3 + 2, tl.min(sound, 0).to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["S"])
 def _join(best_ptr, stat_ptr, out_ptr, S, B, BLOCK: tl.constexpr):
     s = tl.program_id(0).to(tl.int64)
     b = tl.arange(0, BLOCK)

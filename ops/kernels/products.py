@@ -49,7 +49,7 @@ def _narrow(
     return acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _skinny(
     x_ptr,
     w_ptr,
@@ -110,13 +110,14 @@ def _skinny(
                 tl.store(h_ptr + h_at, acc, mask=(c < S * count)[:, None] & (t < T)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _shrink(
     x_ptr,
     a_ptr,
     h_ptr,
     chunk_ptr,
     span_ptr,
+    token_ptr,
     T,
     D,
     P,
@@ -129,14 +130,14 @@ def _shrink(
     PRECISION: tl.constexpr,
 ):
     tile, split = tl.program_id(0), tl.program_id(2)
-    span = span_ptr + tile * BLOCK_T // TILE * 2
+    span = span_ptr + 2 + tile * 2
     low = tl.load(span)
     count = (tl.load(span + 1) - low) * CHUNK
     first = tl.program_id(1) * BLOCK_N
     if first >= S * count:
         return
     n, d = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_D)
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
+    t = tl.load(token_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T))
     c = first + n
     s, r = c // count, c % count
     live = c < S * count
@@ -147,15 +148,15 @@ def _shrink(
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for at in range(split * part, tl.minimum(D, (split + 1) * part), BLOCK_D):
         inside = at + d < D
-        x = tl.load(x_ptrs + at, mask=(t < T)[:, None] & inside[None, :], other=0.0)
+        x = tl.load(x_ptrs + at, mask=(t >= 0)[:, None] & inside[None, :], other=0.0)
         a = tl.load(a_ptrs + at, mask=known[None, :] & inside[:, None], other=0.0)
         acc = tl.dot(x, a, acc, input_precision=PRECISION)
     place = s * (h_width // S) + low * CHUNK + r
     h_at = (split * T + t).to(tl.int64)[:, None] * h_width + place[None, :]
-    tl.store(h_ptr + h_at, acc, mask=live[None, :] & (t < T)[:, None])
+    tl.store(h_ptr + h_at, acc, mask=live[None, :] & (t >= 0)[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T"])
 def _expand(
     y_ptr,
     h_ptr,
@@ -164,6 +165,7 @@ def _expand(
     owner_ptr,
     slot_ptr,
     span_ptr,
+    token_ptr,
     T,
     P,
     O,  # noqa: E741
@@ -190,13 +192,19 @@ def _expand(
     elif pid >= tiles0:
         s, first, width, pid = 1, O0, O1, pid - tiles0
     n, r = pid * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
-    t = tile * BLOCK_T + tl.arange(0, BLOCK_T)
-    span = span_ptr + tile * BLOCK_T // TILE * 2
+    span = span_ptr
+    if ADD:
+        span += 2 + tile * 2
     low, high = tl.load(span), tl.load(span + 1)
     if ADD:
         if low >= high:
             return
-    slot = tl.load(slot_ptr + t, mask=t < T, other=-1)
+        t = tl.load(token_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T))
+        here = t >= 0
+    else:
+        t = tl.arange(0, BLOCK_T)
+        here = t < T
+    slot = tl.load(slot_ptr + t, mask=here, other=-1)
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
     for at in range(low, high, BLOCK_R // CHUNK):
         live = at + r // CHUNK < high
@@ -217,7 +225,7 @@ def _expand(
         acc = tl.dot(h.to(DTYPE), b, acc, input_precision=PRECISION)
     y_at = t.to(tl.int64)[:, None] * O + (first + n)[None, :]
     mine = (slot >= 0)[:, None]
-    inside = (t < T)[:, None] & (n < width)[None, :]
+    inside = here[:, None] & (n < width)[None, :]
     if ADD:
         y = tl.load(y_ptr + y_at, mask=inside & mine, other=0.0).to(tl.float32)
         tl.store(y_ptr + y_at, (y + acc).to(DTYPE), mask=inside & mine)
@@ -238,8 +246,8 @@ def skinny(
 ) -> Tensor:
     """x W^T + bias and deltas for up to 64 tokens, as fp32 addends [Z (+ 1), T, O].
 
-    `lora` is (a_SPD, b_PO, chunk_C, owner_P, slot_T, span_X2). Without it and with one split the
-    result is [T, O] in `out`'s format. `shape` is (BLOCK_N, BLOCK_D, splits, warps, stages).
+    `lora` is the fields of a `Deltas`. Without it and with one split the result is [T, O] in
+    `out`'s format. `shape` is (BLOCK_N, BLOCK_D, splits, warps, stages).
     """
     (T, D), O = x_TD.shape, w_OD.shape[0]  # noqa: E741
     BLOCK_N, BLOCK_D, Z, warps, stages = shape or skinny_shape(T, O, D)
@@ -253,7 +261,7 @@ def skinny(
     num_tiles, extra, P, h_width = triton.cdiv(O, BLOCK_N), 0, 0, 0
     a_SPD = h = chunk_C = span_X2 = out
     if lora is not None:
-        a_SPD, _, chunk_C, _, _, span_X2 = lora
+        a_SPD, _, chunk_C, _, _, span_X2, _ = lora
         P, h_width = a_SPD.shape[1], S * len(chunk_C) * CHUNK.value
         extra = triton.cdiv(h_width, BLOCK_N)
         h = torch.empty((Z, T, h_width), dtype=torch.float32, device=x_TD.device)
@@ -307,11 +315,15 @@ def add_deltas_(
     y_TO: Tensor, x_TD: Tensor, lora: Sequence[Tensor], out_sizes: Sequence[int]
 ) -> None:
     """Add every token's delta to `y_TO`, for any number of tokens."""
-    a_SPD, _, chunk_C, _, _, span_X2 = lora
+    a_SPD, _, chunk_C, _, _, span_X2, token_X = lora
     (T, D), (S, P, _) = x_TD.shape, a_SPD.shape
     if T == 0:
         return
-    h_width, tiles, wide = S * len(chunk_C) * CHUNK.value, len(span_X2), x_TD.dtype == torch.float32
+    h_width, tiles, wide = (
+        S * len(chunk_C) * CHUNK.value,
+        len(span_X2) - 1,
+        x_TD.dtype == torch.float32,
+    )
     columns = triton.cdiv(h_width, 64)
     Z = 1
     while Z < 8 and tiles * Z < 132 and D // (Z * 2) >= 256:
@@ -325,6 +337,7 @@ def add_deltas_(
         h,
         chunk_C,
         span_X2,
+        token_X,
         T,
         D,
         P,
@@ -350,13 +363,14 @@ def expand_(
     dtype: torch.dtype,
 ) -> None:
     """y (+)= the shrunk tokens times their own rows of B; `h` is [Z, T, S C 16]."""
-    _, b_PO, chunk_C, owner_P, slot_T, span_X2 = lora
+    _, b_PO, chunk_C, owner_P, slot_T, span_X2, token_X = lora
     (T, O), sizes = y_TO.shape, (*out_sizes, 0, 0)[:3]  # noqa: E741
-    BLOCK_N = 128 if T > 16 else 64
-    BLOCK_T = min(TILE.value, max(16, triton.next_power_of_2(T)))
-    if dtype == torch.float32:
-        BLOCK_N = 32
-    grid = (sum(triton.cdiv(size, BLOCK_N) for size in sizes), triton.cdiv(T, BLOCK_T))
+    BLOCK_N = 32 if dtype == torch.float32 else 128 if add else 64
+    BLOCK_T = TILE.value if add else max(16, triton.next_power_of_2(T))
+    # One pass over the rows of eight adapters of rank 16, where tokens of all are mixed.
+    BLOCK_R = CHUNK.value * min(2 if add else 8, triton.next_power_of_2(len(chunk_C)))
+    tiles = len(span_X2) - 1 if add else 1
+    grid = (sum(triton.cdiv(size, BLOCK_N) for size in sizes), tiles)
     _expand[grid](
         y_TO,
         h,
@@ -365,6 +379,7 @@ def expand_(
         owner_P,
         slot_T,
         span_X2,
+        token_X,
         T,
         b_PO.shape[0],
         O,
@@ -378,11 +393,11 @@ def expand_(
         ADD=add,
         BLOCK_T=BLOCK_T,
         BLOCK_N=BLOCK_N,
-        BLOCK_R=32 if len(chunk_C) > 1 else 16,
+        BLOCK_R=BLOCK_R,
         DTYPE=FORMATS[dtype],
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
         num_warps=4,
-        num_stages=1 if dtype == torch.float32 else 3,
+        num_stages=1 if dtype == torch.float32 else 2,
     )
 
 
