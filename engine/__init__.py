@@ -18,6 +18,7 @@ from purestep.engine.config import Config
 from purestep.engine.execute import execute
 from purestep.engine.fork import fork
 from purestep.engine.generate import generate
+from purestep.engine.graphs import warm_up
 from purestep.engine.loader import Loader, Resolver, folder_resolver
 from purestep.engine.policy import Order, Policy, by_priority, fcfs
 from purestep.engine.prepare import prepare
@@ -95,5 +96,6 @@ __all__ = [
     "submit",
     "unload_adapter",
     "unpin_adapter",
+    "warm_up",
     "with_weights",
 ]

@@ -38,6 +38,7 @@ class Config:
     tokens: TokenTable | None
     processors: tuple[str, ...] = ()  # names of the program's logits processors
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
+    row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
 
     @property
@@ -81,8 +82,10 @@ def check_config(config: Config) -> Config:
         )
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
-    if tuple(sorted(config.token_buckets)) != config.token_buckets:
-        raise ConfigError(f"token_buckets={config.token_buckets} must ascend")
+    for name in ("token_buckets", "row_buckets"):
+        buckets = getattr(config, name)
+        if tuple(sorted({*buckets})) != buckets or buckets[:1] == (0,):
+            raise ConfigError(f"{name}={buckets} must ascend from at least 1")
     return config
 
 
@@ -105,13 +108,25 @@ def row_limit(config: Config, record: RequestState) -> int:
 
 
 def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:
-    """The shape a step is padded to: the smallest bucket that holds its tokens."""
+    """The shape a step is padded to: the smallest bucket that holds its tokens, or its rows where
+    each has one token. More than the largest bucket are not padded."""
+    uniform = num_tokens == num_rows
+    buckets = config.row_buckets if uniform else ()
+    if rows := next((b for b in buckets if b >= num_rows), 0):
+        num_tokens = num_rows = rows
+    else:
+        num_tokens = next((b for b in config.token_buckets if b >= num_tokens), num_tokens)
     return BatchDescriptor(
-        num_tokens=next((b for b in config.token_buckets if b >= num_tokens), num_tokens),
+        num_tokens=num_tokens,
         num_rows=num_rows,
-        uniform_decode=num_tokens == num_rows,
+        uniform_decode=uniform,
         num_active_loras=_rounded(num_active, config.max_active_adapters),
     )
+
+
+def has_graph(config: Config, shape: BatchDescriptor) -> bool:
+    """Whether steps of this shape are replayed: a decode step that fits a bucket."""
+    return shape.uniform_decode and shape.num_rows in config.row_buckets
 
 
 def _rounded(count: int, limit: int) -> int:

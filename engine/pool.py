@@ -7,6 +7,7 @@ K KV heads, H head size, D hidden, V vocabulary.
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class Pool:
     generation: int = 0
     consumer: str = ""  # what made the present generation
     torn: Overwrites | None = None  # what a failed step may have destroyed
+    graphs: Any = None  # on a GPU: engine/graphs.py, with its addresses; dies with the pool
 
 
 def kv_block_bytes(config: Config) -> int:

@@ -20,6 +20,7 @@ from purestep.models.checkpoint import generation_defaults, load_checkpoint, sto
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
+from purestep.ops import kernels
 from purestep.state.engine import DeviceState, EngineState
 from purestep.state.errors import ConfigError
 from purestep.state.sampling import SamplingParams
@@ -33,6 +34,7 @@ class Program:
     config: Config
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
+    fused: bool  # a GPU's kernels (models/fused.py) take the layers' place, and graphs replay them
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
@@ -99,6 +101,7 @@ def make_program(
     processors: Mapping[str, Processor] | None = None,
     defaults: SamplingParams = SamplingParams(),
     token_buckets: tuple[int, ...] = (),
+    row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
@@ -110,6 +113,8 @@ def make_program(
     *processor_args) -> fp32 logits [V]; requests name them, and one that raises ends its request
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
+    On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
+    `compile` is for other devices, since nothing is left to fuse there (models/fused.py).
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     Raises ConfigError naming option, value and limit.
@@ -118,6 +123,9 @@ def make_program(
         if not isinstance(name, str) or not name or not callable(function):
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
+    fused = torch.device(device).type == "cuda" and kernels.usable()
+    if row_buckets is None:
+        row_buckets = default_row_buckets(max_rows) if fused else ()
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -142,18 +150,27 @@ def make_program(
         tokens=token_table(tokenizer) if tokens is None and tokenizer is not None else tokens,
         processors=tuple(sorted(processors or ())),
         token_buckets=tuple(token_buckets),
+        row_buckets=tuple(row_buckets),
         lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
-    layer = compile_layer() if compile and can_compile(device) else decoder_layer
+    compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,
         params=params,
-        layer=layer,
+        layer=compile_layer() if compiled else decoder_layer,
+        fused=fused,
         tokenizer=tokenizer,
         processors=Map(processors or {}),
         defaults=defaults,
     )
+
+
+def default_row_buckets(max_rows: int) -> tuple[int, ...]:
+    """1, 2, 4, then in steps of 8 up to 64, of 32 up to 512; nothing beyond is padded."""
+    sizes = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
+    largest = min(max_rows, 512)
+    return (*(b for b in sizes if b < largest), largest)
 
 
 def init(program: Program) -> EngineState:

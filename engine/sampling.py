@@ -17,10 +17,10 @@ from purestep.ops.edit_logits import (
     penalise_counts_,
     penalise_repetition_,
 )
-from purestep.ops.sample import draw, likeliest, score
+from purestep.ops.sample import draw, greedy, likeliest, score
 from purestep.state.plan import SamplingRows
 from purestep.state.request import frozen
-from purestep.state.sampling import LogitEdits
+from purestep.state.sampling import GREEDY_BELOW, LogitEdits
 from purestep.state.scores import Scores, joined
 
 Processor = Callable[..., Tensor]
@@ -31,9 +31,15 @@ Runs in inference mode, and may write into the logits it is given."""
 Chosen = Sequence[tuple[int, LogitEdits]]
 """(place among the sampled rows, what changes its logits), as a plan has them."""
 
+Meanwhile = Callable[[Tensor], None]
+"""What the host does between queueing a step and waiting for it; takes token_S on the device."""
+
 
 def sampled(
-    raw_SV: Tensor, rows: SamplingRows, processors: Mapping[str, Processor]
+    raw_SV: Tensor,
+    rows: SamplingRows,
+    processors: Mapping[str, Processor],
+    meanwhile: Meanwhile | None = None,
 ) -> dict[str, Any]:
     """The fields of a StepResult that concern the sampled rows."""
     errors: dict[int, str] = {}
@@ -42,6 +48,24 @@ def sampled(
         logits_SV = raw_SV.clone()
         edit_(logits_SV, rows.edits)
         errors = process_(logits_SV, rows.edits, processors)
+    token_S, logprob_S = _drawn(logits_SV, raw_SV, rows, meanwhile)
+    logprob_S = frozen(logprob_S.cpu().numpy(), np.float32)
+    # Where the model's own logits are not finite no processor is to blame.
+    errors = {place: error for place, error in errors.items() if np.isfinite(logprob_S[place])}
+    return {
+        "token_S": frozen(token_S.cpu().numpy()),
+        "logprob_S": logprob_S,
+        "tops": _tops(raw_SV, token_S.to(raw_SV.device), rows.num_tops_S),
+        "errors": tuple(sorted(errors.items())),
+    }
+
+
+def _drawn(
+    logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows, meanwhile: Meanwhile | None
+) -> tuple[Tensor, Tensor]:
+    """(token_S int64, logprob_S float32)"""
+    if logits_SV is raw_SV and (rows.temperature_S < GREEDY_BELOW).all():
+        return greedy(raw_SV, meanwhile if (rows.num_tops_S < 0).all() else None)
     columns = (
         rows.temperature_S,
         rows.top_k_S,
@@ -51,16 +75,7 @@ def sampled(
         rows.position_S,
     )
     token_S = draw(logits_SV, *(torch.from_numpy(c.copy()).to(raw_SV.device) for c in columns))
-    logprob_S = score(raw_SV, token_S)
-    logprob_S = frozen(logprob_S.cpu().numpy(), np.float32)
-    # Where the model's own logits are not finite no processor is to blame.
-    errors = {place: error for place, error in errors.items() if np.isfinite(logprob_S[place])}
-    return {
-        "token_S": frozen(token_S.cpu().numpy()),
-        "logprob_S": logprob_S,
-        "tops": _tops(raw_SV, token_S, rows.num_tops_S),
-        "errors": tuple(sorted(errors.items())),
-    }
+    return token_S, score(raw_SV, token_S)
 
 
 def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scores, ...]:

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 
+from purestep.engine.ahead import look_ahead
 from purestep.engine.commit import commit
 from purestep.engine.execute import execute
 from purestep.engine.policy import Policy, fcfs
@@ -43,7 +44,8 @@ def step(
     if state.host.idle:
         return state, idle_outputs(state.host)
     host, plan = schedule(state.config, state.host, policy)
-    device, result = execute(program, state.device, plan, state.blobs)
+    meanwhile = look_ahead(program, state, host, plan, policy)
+    device, result = execute(program, state.device, plan, state.blobs, meanwhile)
     host, outputs = commit(state.config, host, plan, result)
     state = replace(state, host=host, device=device)
     return (drop_blobs(state) if outputs.finished else state), outputs

@@ -5,12 +5,14 @@ the longest row, n queries of one row, c its visible keys.
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from purestep.ops import kernels
 
 MAX_COPY_BYTES = 4 << 20  # of keys and values that are copied at a time: they stay in a cache
 
@@ -265,13 +267,45 @@ def check_paged_attention(
         )
 
 
+def _on_cuda(*args: Any) -> Tensor:
+    if not kernels.usable():
+        return paged_attention_ref(*args)
+    check_paged_attention(*args)
+    from purestep.ops.kernels.attention import launch
+
+    return launch(*args)
+
+
+def decode_attention(
+    q_TNH: Tensor,
+    kv: Tensor,
+    query_start_R1: Tensor,
+    context_len_R: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """`paged_attention` where row r's one query is token r, or r is padding and has no context.
+
+    On a GPU a small batch's keys are split over programs and joined in a fixed order; how often is
+    a function of R and K.
+    """
+    args = q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window
+    if not q_TNH.is_cuda:
+        return paged_attention(*args)
+    from purestep.ops.kernels.attention import launch
+
+    return launch(*args, uniform=True)
+
+
 # define/impl, not custom_op: 4 us a call against 22 to 38 us, and a step makes 200 such calls.
 torch.library.define(
     "purestep::paged_attention",
     "(Tensor q_TNH, Tensor kv, Tensor query_start_R1, Tensor context_len_R,"
     " Tensor block_table_RM, float scale, int window=0) -> Tensor",
 )
-torch.library.impl("purestep::paged_attention", ("cpu", "cuda"), paged_attention_ref)
+torch.library.impl("purestep::paged_attention", "cpu", paged_attention_ref)
+torch.library.impl("purestep::paged_attention", "cuda", _on_cuda)
 # The fake reads no size but q's, so that a compiled graph fits every number of rows and blocks.
 torch.library.register_fake(
     "purestep::paged_attention", lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape)

@@ -19,6 +19,21 @@ class LoraBatch:
 
 
 @tree
+class LoraTiles:
+    """The same for a GPU's kernels: sizes depend on T and the pool alone, ranks are data.
+
+    P adapter rows of the pool in C chunks of 16, X tiles of up to 64 token rows of one slot.
+    """
+
+    chunk_C: Tensor  # int32, chunks with rows of the step's adapters, ascending; the rest is unread
+    owner_P: Tensor  # int32, the slot of each of their rows, -1 for all others
+    slot_T: Tensor  # int32, the slot of each token row, -1 without an adapter
+    span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` that all token rows
+    # need, then those that each tile needs
+    token_X: Tensor  # int32, the token rows of each tile, -1 where it has no more
+
+
+@tree
 class EmbedLora:
     """The token rows whose adapter has an embedding, and where each one's column of A lies.
 
@@ -41,6 +56,6 @@ class Batch:
     context_len_R: Tensor  # int32, tokens visible to the row's last query, itself included
     block_table_RM: Tensor  # int32
     logits_index_S: Tensor  # int64, token rows whose logits are wanted
-    lora: LoraBatch | None
+    lora: LoraBatch | LoraTiles | None
     embed_lora: EmbedLora | None = None  # None where no row's adapter has an embedding
     head_lora: LoraBatch | None = None  # of the rows `logits_index_S`, not of the token rows

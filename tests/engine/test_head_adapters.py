@@ -30,8 +30,8 @@ from purestep.engine import (
     step,
 )
 from purestep.engine.adapters import read
-from purestep.engine.execute import pack, pack_lora
 from purestep.engine.memory import memory_summary
+from purestep.engine.pack import pack, pack_lora
 from purestep.engine.pool import pool_bytes, row_index, vocab_rows_bytes
 from purestep.engine.schedule import schedule
 from purestep.models.decoder import AdapterRows, EmbedRows, embed, logits

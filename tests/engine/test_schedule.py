@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from purestep.engine import Request, SamplingParams, abort, init, schedule, step, submit
-from purestep.engine.execute import pack_lora
+from purestep.engine.pack import pack_lora
 from purestep.state.adapters import Residence
 from tests.engine.tiny import (
     alone,

@@ -1,0 +1,163 @@
+"""CUDA graphs of decode steps: one for each batch descriptor, captured when it is first met.
+
+A graph reads one buffer, which a step fills by one copy, and writes logits into memory that all
+graphs share. It belongs to a pool: KV pages and adapter rows are baked in by address. R rows of a
+bucket, V vocabulary.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from purestep.engine.config import Config, describe, has_graph
+from purestep.engine.pack import Staging, bucket_arrays, bucket_fields, layout, views
+from purestep.engine.pool import Pool, claim
+from purestep.engine.program import Program
+from purestep.models.fused import decode_logits
+from purestep.state.adapters import Residence
+from purestep.state.batch import Batch
+from purestep.state.engine import EngineState
+from purestep.state.plan import BatchDescriptor, StepPlan
+
+
+@dataclass(slots=True, eq=False)
+class Graph:
+    """A captured decode step."""
+
+    inputs: Tensor  # bytes, all that a step tells it
+    batch: Batch  # the same, as the tensors that the graph reads
+    replay: Any
+    program: Program  # whose weights it reads
+
+
+@dataclass(slots=True, eq=False)
+class Graphs:
+    """The graphs of one pool, and the memory that they share."""
+
+    logits_RV: Tensor  # fp32, as many rows as the largest bucket
+    memory: Any = None  # from the first capture on
+    captured: dict[BatchDescriptor, Graph] = field(default_factory=dict)
+    ahead: StepPlan | None = None  # what was enqueued before it was asked for (engine/ahead.py)
+    staging: Staging = field(default_factory=Staging)
+
+
+def graphs_of(pool: Pool) -> Graphs:
+    """The pool's graphs, none at first."""
+    if pool.graphs is None:
+        config = pool.config
+        shape = max(config.row_buckets, default=0), config.model.vocab_size
+        pool.graphs = Graphs(
+            logits_RV=torch.empty(shape, dtype=torch.float32, device=config.device)
+        )
+    return pool.graphs
+
+
+def can_replay(config: Config, plan: StepPlan) -> bool:
+    """Whether the plan's forward pass is a graph: a decode step that fits a bucket, of which
+    nothing but logits is wanted, and whose adapters leave embedding and head alone."""
+    plain = plan.sampled_R.all() and not (plan.scored or plan.hidden or plan.embedded)
+    plain = plain and not any({"embed", "head"} & {*place.linears} for place in plan.residents)
+    return plain and has_graph(config, plan.descriptor)
+
+
+def replay(program: Program, pool: Pool, plan: StepPlan) -> Tensor:
+    """fp32 logits of the plan's rows [rows, V], valid until the next replay."""
+    graphs = graphs_of(pool)
+    ahead, graphs.ahead = graphs.ahead, None
+    if ahead is None or not same_pass(ahead, plan):
+        enqueue(program, pool, plan)
+    return graphs.logits_RV[: len(plan.row_ids)]
+
+
+def enqueue(program: Program, pool: Pool, plan: StepPlan, token_S: Tensor | None = None) -> None:
+    """Replay the plan's graph, which it captures first if it must; does not wait.
+
+    `token_S`, on the device, takes the place of the plan's tokens.
+    """
+    graphs = graphs_of(pool)
+    graph = graphs.captured.get(plan.descriptor)
+    if graph is None or graph.program is not program:
+        graph = capture(program, pool, plan.descriptor)
+        graphs.captured[plan.descriptor] = graph
+    graphs.staging.send(bucket_arrays(pool.config, plan), graph.inputs, pool.config.device)
+    if token_S is not None:
+        graph.batch.token_T[: len(token_S)].copy_(token_S)
+    graph.replay()
+
+
+def same_pass(one: StepPlan, other: StepPlan) -> bool:
+    """Whether two plans that decode ask the same of the device, their tokens left aside."""
+    if one.descriptor != other.descriptor or one.row_ids != other.row_ids:
+        return False
+    if other.uploads or other.copies or not same_places(one.residents, other.residents):
+        return False
+    arrays = ((one.start_R, other.start_R), (one.slot_R, other.slot_R))
+    tables = zip(one.tables, other.tables, strict=True)
+    return all(np.array_equal(a, b) for a, b in arrays) and all(
+        a is b or np.array_equal(a, b) for a, b in tables
+    )
+
+
+def same_places(one: Sequence[Residence], other: Sequence[Residence]) -> bool:
+    """Whether the same adapters lie in the same rows."""
+    places = ([(p.version, p.slot, p.row_blocks) for p in side] for side in (one, other))
+    return next(places) == next(places)
+
+
+def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
+    """Record a decode step of this shape; nothing is written but padding's logits."""
+    graphs = graphs_of(pool)
+    inputs, batch = padding(pool.config, shape)
+    logits_RV = graphs.logits_RV[: shape.num_rows]
+
+    def run() -> None:
+        decode_logits(program.params, pool.layers, pool.kv, batch, pool.config.model, logits_RV)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):  # kernels are compiled outside the graph
+        run()
+    torch.cuda.current_stream().wait_stream(stream)
+    graphs.memory = graphs.memory or torch.cuda.graph_pool_handle()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, pool=graphs.memory):
+        run()
+    return Graph(inputs=inputs, batch=batch, replay=graph.replay, program=program)
+
+
+def padding(config: Config, shape: BatchDescriptor) -> tuple[Tensor, Batch]:
+    """A buffer for steps of this shape, and the batch over it, with no row in it."""
+    spots, size = layout(bucket_fields(config, shape))
+    inputs = torch.zeros(size, dtype=torch.uint8, device=config.device)
+    batch = views(inputs, spots)
+    batch.kv_index_T.fill_(-1)
+    if batch.lora is not None:
+        batch.lora.owner_P.fill_(-1)
+        batch.lora.slot_T.fill_(-1)
+    return inputs, batch
+
+
+def warm_up(
+    program: Program,
+    state: EngineState,
+    rows: Iterable[int] | None = None,
+    adapters: Iterable[int] = (0,),
+) -> None:
+    """Capture the graphs of decode steps before they are met.
+
+    For each number of rows (all buckets, if none is given) and of active adapters. `state` is not
+    changed. Does nothing where decode steps are not replayed, as on a CPU. Raises
+    DonatedStateError for a spent state.
+    """
+    pool, config = claim(state.device), state.config
+    with torch.inference_mode():
+        for num_rows in config.row_buckets if rows is None else rows:
+            for num_active in adapters:
+                shape = describe(config, num_rows, num_rows, num_active)
+                graphs = graphs_of(pool) if has_graph(config, shape) else None
+                if graphs is not None and shape not in graphs.captured:
+                    graphs.captured[shape] = capture(program, pool, shape)

@@ -1,0 +1,263 @@
+"""A plan's index tensors. Part of `execute`.
+
+T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows,
+P adapter rows, C chunks of 16 of them, X tiles of 64 token rows of one slot.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from purestep.engine.config import Config
+from purestep.engine.pool import row_index
+from purestep.ops.lora_add import chunk_spans
+from purestep.ops.lora_linear import CHUNK, TILE
+from purestep.state.adapters import ROW_BLOCK, Residence
+from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
+from purestep.state.plan import BatchDescriptor, StepPlan
+
+Arrays = dict[str, np.ndarray]
+
+
+def pack(config: Config, plan: StepPlan) -> Batch:
+    """A plan's tensors, padded to its descriptor. Padding writes no KV and has no adapter."""
+    arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
+    slot_T = slots(plan)
+    return Batch(
+        **{name: torch.tensor(array, device=config.device) for name, array in arrays.items()},
+        lora=pack_lora(config, plan.residents, slot_T, plan.descriptor.num_tokens)
+        if plan.residents
+        else None,
+        **_vocab_batches(config, plan, slot_T, arrays["logits_index_S"]),
+    )
+
+
+def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
+    """The index fields of a Batch; block tables have `num_blocks` columns."""
+    B, shape = config.block_size, plan.descriptor
+    count_R, T = plan.count_R, shape.num_tokens
+    row_T = np.repeat(np.arange(len(count_R)), count_R)
+    first_R = np.cumsum(count_R) - count_R
+    position_T = plan.start_R[row_T] + np.arange(len(row_T)) - first_R[row_T]
+    table_RM = _block_table(plan, shape.num_rows, num_blocks)
+    kv_index_T = table_RM[row_T, position_T // B].astype(np.int64) * B + position_T % B
+    query_start_R1 = np.full(shape.num_rows + 1, len(row_T), np.int32)
+    query_start_R1[: len(count_R)] = first_R
+    context_len_R = np.zeros(shape.num_rows, np.int32)
+    context_len_R[: len(count_R)] = plan.start_R + count_R
+    return {
+        # An embedding's place holds -1; any valid id will do there.
+        "token_T": _padded(plan.tokens_T.clip(min=0).astype(np.int64), T, 0),
+        "position_T": _padded(position_T.astype(np.int64), T, 0),
+        "kv_index_T": _padded(kv_index_T, T, -1),
+        "query_start_R1": query_start_R1,
+        "context_len_R": context_len_R,
+        "block_table_RM": table_RM,
+        "logits_index_S": (first_R + count_R - 1)[plan.sampled_R].astype(np.int64),
+    }
+
+
+def slots(plan: StepPlan) -> np.ndarray:
+    """The adapter slot of every token row, padding left out; -1 = base."""
+    return np.repeat(plan.slot_R, plan.count_R)
+
+
+def _vocab_batches(
+    config: Config, plan: StepPlan, slot_T: np.ndarray, index_S: np.ndarray
+) -> dict[str, Any]:
+    return {
+        "embed_lora": _pack_embed(config, plan, slot_T, plan.descriptor.num_tokens),
+        "head_lora": pack_vocab(config, plan, "head", slot_T[index_S], len(index_S)),
+    }
+
+
+def _block_table(plan: StepPlan, num_rows: int, num_blocks: int) -> np.ndarray:
+    table_RM = np.zeros((num_rows, num_blocks), np.int32)
+    for row, table in enumerate(plan.tables):
+        table_RM[row, : len(table)] = table
+    return table_RM
+
+
+def _padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
+    return np.pad(values, (0, length - len(values)), constant_values=filler)
+
+
+def pack_lora(
+    config: Config, residents: Sequence[Residence], slot_T: np.ndarray, num_rows: int
+) -> LoraBatch:
+    """Whose adapter row is whose, for the rows of a product; made once for all layers.
+
+    `slot_T` is each row's slot, -1 for base rows; `num_rows` counts padding.
+    """
+    row_R = np.concatenate([row_index(place).numpy() for place in residents])
+    owner_R = np.repeat(
+        [place.slot for place in residents],
+        [len(place.row_blocks) * ROW_BLOCK for place in residents],
+    )
+    order_R = np.argsort(row_R)
+    slot_T = _padded(slot_T, num_rows, -1)
+    foreign_TR = torch.from_numpy(slot_T[:, None] != owner_R[order_R])
+    return LoraBatch(
+        row_R=torch.tensor(row_R[order_R], device=config.device),
+        foreign_TR=foreign_TR.to(config.device),
+        span_C2=chunk_spans(foreign_TR),
+    )
+
+
+def pack_vocab(
+    config: Config, plan: StepPlan, linear: str, slot_X: np.ndarray, num_rows: int
+) -> LoraBatch | None:
+    """`pack_lora` for the embedding or the head: None where none of these rows adapts it."""
+    mine = [place for place in plan.residents if linear in place.linears]
+    slot_X = np.where(np.isin(slot_X, [place.slot for place in mine]), slot_X, -1)
+    return pack_lora(config, mine, slot_X, num_rows) if (slot_X >= 0).any() else None
+
+
+def _pack_embed(
+    config: Config, plan: StepPlan, slot_T: np.ndarray, num_rows: int
+) -> EmbedLora | None:
+    lora = pack_vocab(config, plan, "embed", slot_T, num_rows)
+    if lora is None:
+        return None
+    mine = [place for place in plan.residents if "embed" in place.linears]
+    block_TC = np.full((num_rows, max(len(p.row_blocks) for p in mine)), -1)
+    column_P = torch.full((config.lora_rows,), -1)
+    for place in mine:
+        tokens, num_blocks = np.flatnonzero(slot_T == place.slot), len(place.row_blocks)
+        block_TC[tokens, :num_blocks] = place.row_blocks
+        column_P[row_index(place)] = torch.arange(num_blocks * ROW_BLOCK)
+    block_TC = torch.tensor(block_TC, dtype=torch.int64, device=config.device)
+    return EmbedLora(lora=lora, block_TC=block_TC, column_P=column_P.to(config.device))
+
+
+def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
+    """The fields of a LoraTiles; sizes depend on the padded T and on the pool alone."""
+    P, T = config.lora_rows, plan.descriptor.num_tokens
+    owner_P = np.full(P, -1, np.int32)
+    for place in plan.residents:
+        owner_P.reshape(-1, ROW_BLOCK)[list(place.row_blocks)] = place.slot
+    owner_CR = np.pad(owner_P, (0, -P % CHUNK), constant_values=-1).reshape(-1, CHUNK)
+    used_U = np.flatnonzero((owner_CR >= 0).any(1))
+    slot_T = _padded(slots(plan), T, -1).astype(np.int32)
+    X = num_tiles(config, T)
+    span_X2, token_X = np.zeros((1 + X, 2), np.int32), np.full((X, TILE), -1, np.int32)
+    span_X2[0] = 0, len(used_U)
+    tile = 0
+    for slot in np.unique(slot_T[slot_T >= 0]).tolist():
+        chunks = np.flatnonzero((owner_CR[used_U] == slot).any(1))
+        tokens = np.flatnonzero(slot_T == slot)
+        for start in range(0, len(tokens), TILE):
+            span_X2[1 + tile] = chunks[0], chunks[-1] + 1
+            token_X[tile, : len(tokens) - start] = tokens[start : start + TILE]
+            tile += 1
+    return {
+        "chunk_C": _padded(used_U.astype(np.int32), len(owner_CR), 0),
+        "owner_P": owner_P,
+        "slot_T": slot_T,
+        "span_X2": span_X2,
+        "token_X": token_X.reshape(-1),
+    }
+
+
+def num_tiles(config: Config, T: int) -> int:
+    """The most tiles that T token rows can need."""
+    return min(T, -(-T // TILE) + config.max_active_adapters)
+
+
+@dataclass(slots=True, eq=False)
+class Staging:
+    """Two pinned buffers, used in turn, through which a step's arrays reach a GPU in one copy."""
+
+    buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, dtype=torch.uint8)] * 2)
+    copied: list[Any] = field(default_factory=lambda: [None, None])  # events
+    turn: int = 0
+
+    def send(self, arrays: Arrays, target: Tensor | None, device: str) -> Tensor:
+        """The arrays' bytes on the device, in `target` or in new memory; does not wait."""
+        spots, size = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
+        self.turn ^= 1
+        if self.copied[self.turn] is not None:
+            self.copied[self.turn].synchronize()
+        if self.buffers[self.turn].numel() < size:
+            pin = torch.device(device).type == "cuda"
+            self.buffers[self.turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=pin)
+        pinned = self.buffers[self.turn][:size]
+        host = pinned.numpy()
+        for name, (start, shape, dtype) in spots.items():
+            nbytes = arrays[name].nbytes
+            host[start : start + nbytes].view(dtype).reshape(shape)[...] = arrays[name]
+        if target is None:
+            target = torch.empty(size, dtype=torch.uint8, device=device)
+        target.copy_(pinned, non_blocking=True)
+        if target.is_cuda:
+            self.copied[self.turn] = torch.cuda.Event()
+            self.copied[self.turn].record()
+        return target
+
+
+Spots = dict[str, tuple[int, tuple[int, ...], np.dtype]]  # name -> first byte, shape, dtype
+
+
+def layout(fields: dict[str, tuple[tuple[int, ...], Any]]) -> tuple[Spots, int]:
+    """Where each array lies in one buffer, and the buffer's bytes."""
+    spots, size = {}, 0
+    for name, (shape, dtype) in fields.items():
+        spots[name] = (size, shape, np.dtype(dtype))
+        size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 16) * 16
+    return spots, size
+
+
+def views(buffer: Tensor, spots: Spots) -> Batch:
+    """A Batch over the bytes of a buffer."""
+    tensors = {}
+    for name, (start, shape, dtype) in spots.items():
+        nbytes = int(np.prod(shape)) * dtype.itemsize
+        kind = torch.int64 if dtype == np.int64 else torch.int32
+        tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
+    names = ("chunk_C", "owner_P", "slot_T", "span_X2", "token_X")
+    lora = {name: tensors.pop(name) for name in names if name in tensors}
+    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
+
+
+def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
+    """`pack` for a GPU's kernels, in one copy."""
+    arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
+    index_S = arrays["logits_index_S"]
+    if plan.residents:
+        arrays |= lora_tile_arrays(config, plan)
+    spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
+    batch = views(staging.send(arrays, None, config.device), spots)
+    return replace(batch, **_vocab_batches(config, plan, slots(plan), index_S))
+
+
+def bucket_fields(config: Config, shape: BatchDescriptor) -> dict[str, tuple[tuple[int, ...], Any]]:
+    """Shapes and dtypes of what a graph of this shape reads, in the order of `bucket_arrays`."""
+    R, P = shape.num_rows, config.lora_rows
+    M = -(-config.max_context // config.block_size)
+    fields = {
+        "token_T": ((R,), np.int64),
+        "position_T": ((R,), np.int64),
+        "kv_index_T": ((R,), np.int64),
+        "query_start_R1": ((R + 1,), np.int32),
+        "context_len_R": ((R,), np.int32),
+        "block_table_RM": ((R, M), np.int32),
+        "logits_index_S": ((R,), np.int64),
+    }
+    if shape.has_lora:
+        fields["chunk_C"] = ((-(-P // CHUNK),), np.int32)
+        fields["owner_P"] = ((P,), np.int32)
+        fields["slot_T"] = ((R,), np.int32)
+        fields["span_X2"] = ((1 + num_tiles(config, R), 2), np.int32)
+        fields["token_X"] = ((num_tiles(config, R) * TILE,), np.int32)
+    return fields
+
+
+def bucket_arrays(config: Config, plan: StepPlan) -> Arrays:
+    """What a graph reads: every row of the bucket has logits, padding too."""
+    arrays = pack_arrays(config, plan, -(-config.max_context // config.block_size))
+    arrays["logits_index_S"] = np.arange(plan.descriptor.num_rows)
+    return arrays | (lora_tile_arrays(config, plan) if plan.descriptor.has_lora else {})

@@ -1,0 +1,141 @@
+"""The dense decoder on a GPU: `decoder.forward` in as few kernels as there are dependencies.
+
+Between two products lies one kernel, which joins the addends of the first one (`lora_linear`) and
+does all the elementwise work. There is nothing left for a compiler to fuse, so none is needed, and
+none has to be waited for. T token rows, D hidden, V vocabulary, S sampled rows.
+"""
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from purestep.models.config import ModelConfig
+from purestep.models.decoder import AdapterRows, EmbedRows, Layer, LayerAdapters, Params, embed
+from purestep.models.rope import rope_table
+from purestep.ops.add_rms_norm import add_rms_norm
+from purestep.ops.lora_linear import Deltas, head_linear, lora_linear
+from purestep.ops.paged_attention import decode_attention, paged_attention
+from purestep.ops.rope_write import rope_write_
+from purestep.ops.silu_mul import silu_mul
+from purestep.state.batch import Batch, LoraTiles
+
+
+def fused_forward(
+    params: Params,
+    adapters: Sequence[LayerAdapters],
+    kv: Sequence[Tensor],
+    batch: Batch,
+    config: ModelConfig,
+    embed_rows: EmbedRows | None = None,
+    *,
+    uniform: bool = False,
+    embeds: tuple[Tensor, Tensor] | None = None,
+    observe: Callable[[int, Tensor], None] | None = None,
+) -> Tensor:
+    """As `decoder.forward`, for a batch whose `lora` is `LoraTiles`. `uniform` promises that token
+    t is the one query of row t, and that a row without context is padding."""
+    h_TD = embed(params, embed_rows, batch)
+    if embeds is not None:
+        h_TD = h_TD.index_copy(0, *embeds)
+    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
+    tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
+    y = None
+    for i, layer in enumerate(params.layers):
+        h_TD, x_TD = add_rms_norm(h_TD, y, layer.attn_norm_D, config.norm_eps)
+        if observe is not None:
+            observe(i, h_TD)
+        rows = adapters[i] if tiles is not None else None
+        y = attention(
+            layer,
+            rows,
+            kv[i],
+            x_TD,
+            cos_TC,
+            sin_TC,
+            batch,
+            tiles,
+            config,
+            config.windows[i],
+            uniform,
+        )
+        h_TD, x_TD = add_rms_norm(h_TD, y, layer.mlp_norm_D, config.norm_eps)
+        y = mlp(layer, rows, x_TD, tiles, config)
+    h_TD = add_rms_norm(h_TD, y, params.norm_D, config.norm_eps)[1]
+    if observe is not None:
+        observe(len(params.layers), h_TD)
+    return h_TD
+
+
+def attention(
+    layer: Layer,
+    adapters: LayerAdapters | None,
+    kv: Tensor,
+    x_TD: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    batch: Batch,
+    tiles: LoraTiles | None,
+    config: ModelConfig,
+    window: int,
+    uniform: bool,
+) -> Tensor:
+    sizes = (config.q_size, config.kv_size, config.kv_size)
+    rows = deltas(adapters.qkv if adapters is not None else None, tiles)
+    y = lora_linear(x_TD, layer.qkv_OD, layer.qkv_bias_O, rows, sizes)
+    q_TNH = rope_write_(kv, y, cos_TC, sin_TC, layer.qk_norm_NH, batch.kv_index_T, config.norm_eps)
+    attend = decode_attention if uniform else paged_attention
+    o_TNH = attend(
+        q_TNH,
+        kv,
+        batch.query_start_R1,
+        batch.context_len_R,
+        batch.block_table_RM,
+        config.head_dim**-0.5,
+        window,
+    )
+    rows = deltas(adapters.out if adapters is not None else None, tiles)
+    return lora_linear(
+        o_TNH.flatten(1), layer.out_DO, layer.out_bias_D, rows, (config.hidden_size,)
+    )
+
+
+def mlp(
+    layer: Layer,
+    adapters: LayerAdapters | None,
+    x_TD: Tensor,
+    tiles: LoraTiles | None,
+    config: ModelConfig,
+) -> Tensor:
+    F, sizes = config.intermediate_size, (config.hidden_size,)
+    rows = deltas(adapters.gate_up if adapters is not None else None, tiles)
+    y = lora_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, (F, F))
+    x_TF = silu_mul(y, x_TD.dtype)
+    rows = deltas(adapters.down if adapters is not None else None, tiles)
+    return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows, sizes)
+
+
+def deltas(rows: AdapterRows | None, tiles: LoraTiles | None) -> Deltas | None:
+    if rows is None or tiles is None:
+        return None
+    return Deltas(
+        rows.a_SPD,
+        rows.b_PO,
+        tiles.chunk_C,
+        tiles.owner_P,
+        tiles.slot_T,
+        tiles.span_X2,
+        tiles.token_X,
+    )
+
+
+def decode_logits(
+    params: Params,
+    adapters: Sequence[LayerAdapters],
+    kv: Sequence[Tensor],
+    batch: Batch,
+    config: ModelConfig,
+    out_TV: Tensor | None = None,
+) -> Tensor:
+    """fp32 logits [T, V] of a uniform decode step: what a graph holds."""
+    hidden_TD = fused_forward(params, adapters, kv, batch, config, uniform=True)
+    return head_linear(hidden_TD, params.head_VD, out_TV)

@@ -1,0 +1,38 @@
+"""add_rms_norm: close one residual branch and norm what the next one reads.
+
+T token rows, D hidden, n addends of a product.
+"""
+
+import torch
+from torch import Tensor
+
+
+def add_rms_norm(
+    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """(h + y, its RMS norm times the weight), both [T, D]; without `y` h itself and its norm.
+
+    `y` is [T, D] in h's format or fp32 addends [n, T, D], which are summed in order and rounded
+    once. Normed in fp32, cast back, then scaled: the order of transformers, which shows in bf16.
+    """
+    if h_TD.is_cuda:
+        from purestep.ops.kernels.elementwise import add_rms_norm as launch
+
+        return launch(h_TD, y, weight_D, eps)
+    return add_rms_norm_ref(h_TD, y, weight_D, eps)
+
+
+def add_rms_norm_ref(
+    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
+) -> tuple[Tensor, Tensor]:
+    """The specification, in plain torch; also what runs without a GPU."""
+    if y is not None:
+        h_TD = h_TD + joined(y, h_TD.dtype)
+    x_TD = h_TD.float() if h_TD.dtype != torch.float64 else h_TD
+    normed_TD = x_TD * torch.rsqrt(x_TD.pow(2).mean(-1, keepdim=True) + eps)
+    return h_TD, weight_D * normed_TD.to(h_TD.dtype)
+
+
+def joined(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """A product from its addends, or the product itself."""
+    return y.sum(0).to(dtype) if y.dim() == 3 else y

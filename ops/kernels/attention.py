@@ -1,0 +1,286 @@
+"""Paged attention. A tile is a few queries of one row with all G heads of a key head.
+
+T token rows, N query heads, K key/value heads, G = N / K, H head size, R request rows, M blocks of
+the longest row, Z splits of a row's keys.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+LOG2E = 1.4426950408889634
+NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
+
+
+@triton.jit
+def _row_of(start_ptr, pid, num_rows, BLOCK_Q: tl.constexpr):
+    """The last r of 0..num_rows whose first tile, start[r] // BLOCK_Q + r, is not after `pid`."""
+    left, right = 0, num_rows
+    while left < right:
+        middle = (left + right + 1) // 2
+        if tl.load(start_ptr + middle).to(tl.int32) // BLOCK_Q + middle <= pid:
+            left = middle
+        else:
+            right = middle - 1
+    return left
+
+
+@triton.jit
+def _step(
+    q,
+    kv_ptr,
+    table_ptr,
+    key,
+    row,
+    head,
+    half,
+    M,
+    at,
+    first_key,
+    high,
+    scale,
+    top,
+    mass,
+    acc,
+    K: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WINDOW: tl.constexpr,
+    MASKED: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    """The keys from `key` on, added to the running softmax."""
+    h = tl.arange(0, BLOCK_H)
+    index = key + tl.arange(0, BLOCK_C)
+    seen = (index < high) & (index >= first_key)
+    block_ptr = table_ptr + row.to(tl.int64) * M + index // BLOCK_SIZE
+    if MASKED:
+        block = tl.load(block_ptr, mask=seen, other=0)
+    else:
+        block = tl.load(block_ptr)
+    place = ((block.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE) * K + head) * H
+    k_ptr = kv_ptr + place[None, :] + h[:, None]
+    v_ptr = kv_ptr + half + place[:, None] + h[None, :]
+    if MASKED:
+        k = tl.load(k_ptr, mask=seen[None, :] & (h < H)[:, None], other=0.0)
+    elif BLOCK_H == H:
+        k = tl.load(k_ptr)
+    else:
+        k = tl.load(k_ptr, mask=(h < H)[:, None], other=0.0)
+    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    if MASKED:
+        visible = seen[None, :] & (index[None, :] <= at[:, None])
+        if WINDOW > 0:
+            visible &= index[None, :] > at[:, None] - WINDOW
+        s = tl.where(visible, s, float("-inf"))
+    new_top = tl.maximum(top, tl.max(s, 1))
+    base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
+    p = tl.exp2(s - base[:, None])
+    old = tl.exp2(top - base)
+    if MASKED:
+        v = tl.load(v_ptr, mask=seen[:, None] & (h < H)[None, :], other=0.0)
+    elif BLOCK_H == H:
+        v = tl.load(v_ptr)
+    else:
+        v = tl.load(v_ptr, mask=(h < H)[None, :], other=0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc * old[:, None], input_precision=PRECISION)
+    return new_top, mass * old + tl.sum(p, 1), acc
+
+
+@triton.jit(do_not_specialize=["T", "num_rows", "M"])
+def _attend(
+    q_ptr,
+    kv_ptr,
+    o_ptr,
+    stat_ptr,
+    start_ptr,
+    context_ptr,
+    table_ptr,
+    T,
+    num_rows,
+    half,
+    M,
+    q_stride,
+    scale,
+    K: tl.constexpr,
+    G: tl.constexpr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_Q: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SPLITS: tl.constexpr,
+    UNIFORM: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
+    head, split = tl.program_id(1), tl.program_id(2)
+    m = tl.arange(0, BLOCK_M)
+    h = tl.arange(0, BLOCK_H)
+    if UNIFORM:  # one query a row, and row r is token r
+        row = tl.program_id(0)
+        context = tl.load(context_ptr + row).to(tl.int32)
+        first = row
+        count = 1
+        position = context - 1
+        live = context > 0
+    else:
+        pid = tl.num_programs(0) - 1 - tl.program_id(0)  # the long ones first
+        row = _row_of(start_ptr, pid, num_rows, BLOCK_Q)
+        live = row < num_rows
+        begin = tl.load(start_ptr + row).to(tl.int32)
+        end = tl.load(start_ptr + row + 1, mask=live, other=T).to(tl.int32)
+        first = begin + (pid - begin // BLOCK_Q - row) * BLOCK_Q
+        count = tl.minimum(end - first, BLOCK_Q)
+        context = tl.load(context_ptr + row, mask=live, other=0).to(tl.int32)
+        position = context - (end - first)
+    if count <= 0:
+        return
+    query, group = m // G, m % G
+    real = query < count
+    token = (first + query).to(tl.int64)
+    q = tl.load(
+        q_ptr + (token * q_stride + (head * G + group) * H)[:, None] + h[None, :],
+        mask=(real & live)[:, None] & (h < H)[None, :],
+        other=0.0,
+    )
+    at = position + query
+    low, high = 0, tl.minimum(position + count, context)
+    if WINDOW > 0:
+        low = tl.maximum(position - WINDOW + 1, 0) // BLOCK_C * BLOCK_C
+    first_key = low
+    if WINDOW > 0:
+        first_key = tl.maximum(position - WINDOW + 1, 0)
+    if SPLITS > 1:
+        share = tl.cdiv(tl.cdiv(tl.maximum(high - low, 0), BLOCK_C), SPLITS) * BLOCK_C
+        low += split * share
+        high = tl.minimum(high, low + share)
+    top = tl.full((BLOCK_M,), float("-inf"), tl.float32)
+    mass = tl.zeros((BLOCK_M,), tl.float32)
+    acc = tl.zeros((BLOCK_M, BLOCK_H), tl.float32)
+    interior = low
+    if WINDOW == 0:  # where every query sees every key
+        interior = tl.maximum(low, tl.minimum(high, position + 1) // BLOCK_C * BLOCK_C)
+        for key in range(low, interior, BLOCK_C):
+            top, mass, acc = _step(
+                q, kv_ptr, table_ptr, key, row, head, half, M, at, first_key, high, scale,
+                top, mass, acc, K, H, BLOCK_H, BLOCK_SIZE, BLOCK_C, WINDOW, False, PRECISION,
+            )  # fmt: skip
+    for key in range(interior, high, BLOCK_C):
+        top, mass, acc = _step(
+            q, kv_ptr, table_ptr, key, row, head, half, M, at, first_key, high, scale,
+            top, mass, acc, K, H, BLOCK_H, BLOCK_SIZE, BLOCK_C, WINDOW, True, PRECISION,
+        )  # fmt: skip
+    n = token * (K * G) + head * G + group
+    if SPLITS > 1:
+        tl.store(
+            o_ptr + (n * SPLITS + split)[:, None] * H + h[None, :],
+            acc,
+            mask=real[:, None] & (h < H)[None, :],
+        )
+        tl.store(stat_ptr + (n * SPLITS + split) * 2, top, mask=real)
+        tl.store(stat_ptr + (n * SPLITS + split) * 2 + 1, mass, mask=real)
+    else:
+        out = acc / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(o_ptr + n[:, None] * H + h[None, :], out, mask=real[:, None] & (h < H)[None, :])
+
+
+@triton.jit
+def _combine(part_ptr, stat_ptr, o_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr, Z: tl.constexpr):
+    """Join the splits of one query head, always in the same order."""
+    n = tl.program_id(0).to(tl.int64)
+    z, h = tl.arange(0, Z), tl.arange(0, BLOCK_H)
+    top = tl.load(stat_ptr + (n * Z + z) * 2)
+    mass = tl.load(stat_ptr + (n * Z + z) * 2 + 1)
+    part = tl.load(part_ptr + (n * Z + z)[:, None] * H + h[None, :], mask=(h < H)[None, :], other=0)
+    most = tl.max(top, 0)
+    weight = tl.exp2(top - tl.where(most == float("-inf"), 0.0, most))
+    total = tl.sum(mass * weight, 0)
+    out = tl.sum(part * weight[:, None], 0) / tl.where(total > 0, total, 1.0)
+    tl.store(o_ptr + n * H + h, out, mask=h < H)
+
+
+def num_splits(num_rows: int, num_kv_heads: int) -> int:
+    """Splits of a decode step's keys: as many as fill the chip, a power of two up to 16."""
+    wanted = NUM_PROGRAMS // max(1, num_rows * num_kv_heads)
+    return min(16, 1 << max(0, wanted.bit_length() - 1))
+
+
+def tile_shape(uniform: bool, BLOCK_H: int, wide: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_C, warps, stages)."""
+    if wide:
+        return 16, 32, 4, 1
+    if uniform:
+        return 16, 64 if BLOCK_H <= 128 else 32, 2, 3
+    return (128, 32, 4, 3) if BLOCK_H <= 128 else (64, 32, 8, 2)
+
+
+def launch(
+    q_TNH: Tensor,
+    kv: Tensor,
+    query_start_R1: Tensor,
+    context_len_R: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int = 0,
+    uniform: bool = False,
+    splits: int | None = None,
+    shape: tuple[int, int, int, int] | None = None,
+) -> Tensor:
+    """`uniform` promises one query a row, that of token r for row r; rows without context are
+    padding. Only then keys are split. `shape` is (BLOCK_M, BLOCK_C, warps, stages)."""
+    (T, N, H), (R, M) = q_TNH.shape, block_table_RM.shape
+    K, block_size = kv.shape[3], kv.shape[2]
+    if q_TNH.stride(2) != 1 or q_TNH.stride(1) != H:
+        q_TNH = q_TNH.contiguous()
+    o_TNH = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
+    if T == 0:
+        return o_TNH
+    G, wide = N // K, q_TNH.dtype == torch.float32
+    BLOCK_H = max(16, triton.next_power_of_2(H))
+    BLOCK_M, BLOCK_C, warps, stages = shape or tile_shape(uniform, BLOCK_H, wide)
+    BLOCK_M = max(BLOCK_M, triton.next_power_of_2(G))
+    Z = 1
+    if uniform:
+        Z = num_splits(R, K) if splits is None else splits
+    grid = (R, K, Z) if uniform else (T // (BLOCK_M // G) + R + 1, K, 1)
+    part, stat = o_TNH, o_TNH
+    if Z > 1:
+        part = torch.empty((T, N, Z, H), dtype=torch.float32, device=q_TNH.device)
+        stat = torch.empty((T, N, Z, 2), dtype=torch.float32, device=q_TNH.device)
+    _attend[grid](
+        q_TNH,
+        kv,
+        part,
+        stat,
+        query_start_R1,
+        context_len_R,
+        block_table_RM,
+        T,
+        R,
+        kv.stride(0),
+        M,
+        q_TNH.stride(0),
+        scale * LOG2E,
+        K=K,
+        G=G,
+        H=H,
+        BLOCK_H=BLOCK_H,
+        BLOCK_SIZE=block_size,
+        BLOCK_M=BLOCK_M,
+        BLOCK_Q=1 if uniform else BLOCK_M // G,
+        BLOCK_C=BLOCK_C,
+        WINDOW=window,
+        SPLITS=Z,
+        UNIFORM=uniform,
+        PRECISION="ieee" if wide else "tf32",
+        num_warps=warps,
+        num_stages=stages,
+    )
+    if Z > 1:
+        _combine[(T * N,)](part, stat, o_TNH, H=H, BLOCK_H=BLOCK_H, Z=Z, num_warps=1)
+    return o_TNH

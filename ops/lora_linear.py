@@ -1,0 +1,107 @@
+"""lora_linear: a product with a linear's weights and every token's own low-rank delta.
+
+T tokens, D input width, O output width, S slices of O (fused projections), P paged adapter rows
+in chunks of 16, C chunks that the step's adapters touch, X tiles of 64 tokens that share a slot, n
+addends.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 16  # adapter rows that one step of a matrix unit takes
+TILE = 64  # tokens of one adapter
+SKINNY = 64  # most tokens for which the product is memory's alone
+
+
+class Deltas(NamedTuple):
+    """Adapter rows of one linear, and whose they are. Metadata has fixed sizes for one P and T."""
+
+    a_SPD: Tensor
+    b_PO: Tensor
+    chunk_C: Tensor  # int32, the chunks with rows of the step's adapters, ascending, then anything
+    owner_P: Tensor  # int32, the slot of each of their rows, -1 for all others
+    slot_T: Tensor  # int32, the slot of each token, -1 without an adapter
+    span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` in use: by all tokens,
+    # then by each tile of tokens of one slot
+    token_X: Tensor  # int32, the tokens of each tile, -1 where it has no more
+
+
+def lora_linear(
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: Deltas | None,
+    out_sizes: Sequence[int],
+) -> Tensor:
+    """x W^T + bias + each token's delta: [T, O], or fp32 addends [n, T, O] of it.
+
+    Which of the two is a function of T, the widths and the format; whoever reads it sums addends in
+    order and rounds once. Token t gets sum over rows r of its slot of (x . a[s, r]) * b[r], slice
+    by slice; a token without an adapter gets exactly none. Rows that nobody owns may hold anything;
+    those of B that have an owner must be finite. A token's bits depend on its own row and on where
+    its adapter's rows lie, not on other tokens or adapters: chunks are summed in ascending order,
+    and what is foreign enters as zeros.
+    """
+    if x_TD.is_cuda:
+        return _launch(x_TD, w_OD, bias_O, deltas, out_sizes)
+    return lora_linear_ref(x_TD, w_OD, bias_O, deltas, out_sizes)
+
+
+def _launch(
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: Deltas | None,
+    out_sizes: Sequence[int],
+) -> Tensor:
+    from purestep.ops.kernels import products
+
+    if is_skinny(x_TD):
+        return products.skinny(x_TD, w_OD, bias_O, deltas, out_sizes)
+    y_TO = F.linear(x_TD, w_OD, bias_O)
+    if deltas is not None:
+        products.add_deltas_(y_TO, x_TD, deltas, out_sizes)
+    return y_TO
+
+
+def is_skinny(x_TD: Tensor) -> bool:
+    """Whether our own product is the faster one: few tokens, 16 bits."""
+    return x_TD.shape[0] <= SKINNY and x_TD.dtype != torch.float32
+
+
+def lora_linear_ref(
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: Deltas | None,
+    out_sizes: Sequence[int],
+) -> Tensor:
+    """The specification, in plain torch; also what runs without a GPU."""
+    y_TO = F.linear(x_TD, w_OD, bias_O)
+    if deltas is None:
+        return y_TO
+    own_TP = (deltas.slot_T[:, None] == deltas.owner_P) & (deltas.owner_P >= 0)
+    b_PO = torch.where(deltas.owner_P[:, None] >= 0, deltas.b_PO, 0)
+    slices = y_TO.split_with_sizes(list(out_sizes), 1), b_PO.split_with_sizes(list(out_sizes), 1)
+    for y_To, a_PD, b_Po in zip(slices[0], deltas.a_SPD, slices[1], strict=True):
+        h_TP = torch.where(own_TP, x_TD @ a_PD.T, 0)
+        y_To.copy_(torch.where((deltas.slot_T >= 0)[:, None], y_To + h_TP @ b_Po, y_To))
+    return y_TO
+
+
+def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Tensor:
+    """fp32 logits [S, V], into `out_SV` where it is given."""
+    if out_SV is None:
+        out_SV = torch.empty(
+            (x_SD.shape[0], w_VD.shape[0]), dtype=torch.float32, device=x_SD.device
+        )
+    if not (x_SD.is_cuda and is_skinny(x_SD)):
+        return out_SV.copy_(F.linear(x_SD, w_VD))
+    from purestep.ops.kernels import products
+
+    shape = products.skinny_shape(len(x_SD), 1 << 20, x_SD.shape[1])  # one split
+    return products.skinny(x_SD, w_VD, None, None, w_VD.shape[:1], out_SV, shape)

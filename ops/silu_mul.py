@@ -1,0 +1,28 @@
+"""silu_mul: the gated activation between the two products of an MLP.
+
+T token rows, F MLP width, n addends of a product.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from purestep.ops.add_rms_norm import joined
+
+
+def silu_mul(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """silu(gate) * up, [T, F] in `dtype`, of gate and up side by side in the last dimension of `y`.
+
+    `y` is [T, 2F], or fp32 addends [n, T, 2F], which are summed in order and rounded once.
+    """
+    if y.is_cuda:
+        from purestep.ops.kernels.elementwise import silu_mul as launch
+
+        return launch(y, dtype)
+    return silu_mul_ref(y, dtype)
+
+
+def silu_mul_ref(y: Tensor, dtype: torch.dtype) -> Tensor:
+    """The specification, in plain torch; also what runs without a GPU."""
+    gate_TF, up_TF = joined(y, dtype).chunk(2, dim=-1)
+    return F.silu(gate_TF) * up_TF
