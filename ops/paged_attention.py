@@ -209,18 +209,20 @@ def _groups(
 
 
 def _attend_singles_(o_TNH: Tensor, q_TNH: Tensor, kv: Tensor, rows: Singles, scale: float) -> None:
-    """The query heads that share a key head stand in place of queries, so that keys and values
-    need not be repeated."""
     K, H = kv.shape[3:]
     places = kv.index_select(1, rows.block_Rm).view(2, -1, K, H)
     # What an unseen place holds may be NaN, which no mask and no weight of zero takes away.
     places.view(2, -1, K * H).index_fill_(1, rows.unseen, 0.0)
     k_RKpH, v_RKpH = places.unflatten(1, (len(rows.token_R), -1)).transpose(2, 3)
-    q_RKGH = q_TNH.index_select(0, rows.token_R).unflatten(1, (K, -1))
-    o_RKGH = F.scaled_dot_product_attention(
-        q_RKGH, k_RKpH, v_RKpH, attn_mask=rows.mask_R11p, scale=scale
+    o_RN1H = F.scaled_dot_product_attention(
+        q_TNH.index_select(0, rows.token_R)[:, :, None],
+        k_RKpH,
+        v_RKpH,
+        attn_mask=rows.mask_R11p,
+        scale=scale,
+        enable_gqa=q_TNH.shape[1] != K,
     )
-    o_TNH.index_copy_(0, rows.token_R, o_RKGH.flatten(1, 2))
+    o_TNH.index_copy_(0, rows.token_R, o_RN1H.squeeze(2))
 
 
 def _attend(q_NnH: Tensor, k_KcH: Tensor, v_KcH: Tensor, scale: float, window: int) -> Tensor:
