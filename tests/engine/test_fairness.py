@@ -4,6 +4,7 @@ Spec 11.3; the bound is derived in `engine/admission.py`. Nothing is computed he
 up, so that the scheduler alone is tried.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 
 import numpy as np
@@ -21,10 +22,10 @@ HOT, LIMIT = 8, 40
 
 
 def busy(steps: int, seed: int, **options: object) -> Iterator[tuple[Config, HostState, HostState]]:
-    """(config, before, after) of steps in which eight hot adapters always have requests waiting,
-    and now and then one of three cold ones or the base model does."""
+    """(config, before, after) of steps in which eight hot adapters always have three requests, and
+    now and then one of three cold ones or the base model has one."""
     rng = np.random.default_rng(seed)
-    words = {"num_blocks": 400, "max_rows": 12, "max_batched_tokens": 64, "max_context": 60}
+    words = {"num_blocks": 400, "max_rows": 40, "max_batched_tokens": 64, "max_context": 60}
     slots = {"max_active_adapters": HOT, "max_registered_adapters": 16, "lora_rows": 8 * HOT}
     fixed = {"adapter_age_limit": LIMIT, "stop_ids": ()}
     config = toy_config(**words | slots | fixed | options)
@@ -33,7 +34,8 @@ def busy(steps: int, seed: int, **options: object) -> Iterator[tuple[Config, Hos
         state = deliver(state, loaded(f"a{n}", f"v{n}", 8, None))
     host, number = state.host, 0
     for _ in range(steps):
-        names = [f"a{n}" for n in range(HOT) if sum(f"#{n}#" in i for i in host.waiting) < 2]
+        live = Counter(key.split("#")[1] for key in host.requests)
+        names = [f"a{n}" for n in range(HOT) if live[str(n)] < 3]  # rows never run out
         if rng.random() < 0.02:
             names.append(f"a{HOT + rng.integers(3)}")
         if rng.random() < 0.02:
@@ -74,9 +76,7 @@ def longest_wait(steps: int, seed: int) -> tuple[int, int]:
     for config, before, after in busy(steps, seed):
         for promise in after.adapters.reservations:
             if promise not in before.adapters.reservations:
-                run = (
-                    max(runs(after).get(v, 0) for v in promise.victims) + 1
-                )  # after this step's token
+                run = 1 + max(runs(after).get(v, 0) for v in promise.victims)  # and this step's
                 due.setdefault(promise.version, before.step + run)
         for version in [v for v in due if v in after.adapters.resident]:
             assert before.step <= due.pop(version), "a promise was kept too late"
@@ -88,27 +88,28 @@ def longest_wait(steps: int, seed: int) -> tuple[int, int]:
                 longest = max(longest, wait)
                 assert wait <= LIMIT + 50, f"{record.key} waits for {wait} steps"
             assert record.version is not None or after.step - record.queued_at < LIMIT + 50
-        check_host(after, config.block_size)
+        if after.step % 50 == 0:
+            check_host(after, config.block_size)
     return kept, longest
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_a_cold_adapter_comes_in_within_the_bound(seed: int) -> None:
-    kept, longest = longest_wait(1_500, seed)
+    kept, longest = longest_wait(800, seed)
     assert kept > 5, "no promise was needed, so nothing was tested"
     assert longest >= LIMIT
 
 
 @pytest.mark.slow
 def test_a_cold_adapter_comes_in_within_the_bound_for_long() -> None:
-    kept, _ = longest_wait(100_000, 7)
-    assert kept > 500
+    kept, _ = longest_wait(10_000, 7)
+    assert kept > 100
 
 
 def test_with_preemption_the_bound_is_one_step() -> None:
     """By priority too: among equals. The preempted rows come back and end with all their tokens."""
     kept = 0
-    for _, before, after in busy(2_500, 3, adapter_preemption=True, max_rows=40):
+    for _, before, after in busy(1_000, 3, adapter_preemption=True):
         for promise in before.adapters.reservations:
             drew_R = before.rows.num_tokens_R > before.rows.num_known_R
             mine_R = [version in promise.victims for version in before.rows.versions]
