@@ -58,18 +58,19 @@ def admit(
     next step once they have drawn a token, and the bound is `adapter_age_limit + 1` if all have.
     """
     out = Admitted.none(renew_reservations(host.adapters))
-    counts = Counter(version for version in running.versions if version is not None)
-    in_use = set(counts)
+    if not order.waiting:
+        return out
+    queue = _Queue(host, order, running)
     skipped = []
-    soon = (host.requests[i].version for i in order.waiting[: config.max_rows])
-    wanted = {version for version in soon if version is not None}
     for request_id in order.waiting:
-        if room == 0 or len(running.ids) + len(out.rows) == config.max_rows:
+        full = room == 0 or len(running.ids) + len(out.rows) == config.max_rows
+        if full or (queue.exhausted and (running.ids or out.rows)):
             break
         record = host.requests[request_id]
+        queue.pass_by(record)
         if record.loading:
             continue
-        victims = _adapter_place(out.adapters, record.version, in_use, wanted)
+        victims = queue.adapter_place(config, out.adapters, record)
         if victims is None:
             skipped.append(record)
             continue
@@ -80,12 +81,12 @@ def admit(
         if not _blocks_suffice(config, record, draft):
             break
         if record.version is not None:
-            in_use.add(record.version)
-            counts[record.version] += 1
+            queue.counts[record.version] += 1
             if record.version not in out.adapters.resident:
                 out.adapters = renew_reservations(activate(out.adapters, record.version, victims))
+                queue.look_again()
         room -= _start_row(config, record, draft, room, out)
-    out.adapters = _with_promises(config, host, out.adapters, skipped, counts)
+    out.adapters = _with_promises(config, host, out.adapters, skipped, queue.counts)
     if skipped and not (running.ids or out.rows):
         # Nothing runs, so only pins can be in the way, and no later step would change that.
         pins = len(host.adapters.pins)
@@ -98,19 +99,83 @@ def admit(
     return out
 
 
-def _adapter_place(
-    ledger: AdapterLedger, version: str | None, in_use: set[str], wanted: set[str]
-) -> tuple[str, ...] | None:
-    """Whom to evict for this version (nobody, often); None when there is no place."""
-    if version is None:
-        return ()
-    others = {v for r in ledger.reservations if r.version != version for v in r.victims}
-    if version in ledger.resident:
-        return None if version in others else ()
-    if ledger.reservations and all(r.version != version for r in ledger.reservations):
+class _Queue:
+    """What one pass over the waiting requests has learnt. A local of a pure function.
+
+    It makes a pass cheap behind an adapter limit, where thousands may wait: a version that found no
+    place finds none until another is activated, so it is looked for once; and the pass ends where
+    only such versions are left, which the counts of users tell.
+    """
+
+    def __init__(self, host: HostState, order: Order, running: Rows) -> None:
+        self.counts = Counter(running.versions)  # running rows of each version
+        del self.counts[None]
+        self._host, self._order = host, order
+        self._by_arrival = order.waiting is host.waiting
+        users = host.adapters.users
+        self._unseen = Counter({v: n - self.counts[v] for v, n in users.items()})
+        self._num_unseen = len(order.waiting)
+        self._num_hopeless = 0  # unseen ones of the versions in `_settled`
+        self._blocked: set[str] = set()
+        self._settled: set[str] = set()
+        self._wanted: set[str] | None = None
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether all that is left is of versions that have no place, and none has waited longer
+        than one that was seen, so that no promise is missed."""
+        return self._num_unseen == self._num_hopeless
+
+    def pass_by(self, record: RequestState) -> None:
+        """Count a request as seen."""
+        self._num_unseen -= 1
+        if record.version is not None:
+            self._unseen[record.version] -= 1
+            self._num_hopeless -= record.version in self._settled
+
+    def adapter_place(
+        self, config: Config, ledger: AdapterLedger, record: RequestState
+    ) -> tuple[str, ...] | None:
+        """Whom to evict for a request's adapter (nobody, often); None when it has no place."""
+        version = record.version
+        if version is None:
+            return ()
+        if version not in self._blocked:
+            victims = self._victims(config, ledger, version)
+            if victims is not None:
+                return victims
+            self._blocked.add(version)
+        # Behind a request that was never admitted, and is no branch, stand later ones alone.
+        in_line = self._by_arrival and record.num_cached < 0 and not record.branch_path
+        if in_line and version not in self._settled:
+            self._settled.add(version)
+            self._num_hopeless += self._unseen[version]
         return None
-    spared = victims_for(ledger, version, in_use | others | wanted)
-    return victims_for(ledger, version, in_use | others) if spared is None else spared
+
+    def _victims(
+        self, config: Config, ledger: AdapterLedger, version: str
+    ) -> tuple[str, ...] | None:
+        others = {v for r in ledger.reservations if r.version != version for v in r.victims}
+        if version in ledger.resident:
+            return None if version in others else ()
+        if ledger.reservations and all(r.version != version for r in ledger.reservations):
+            return None
+        in_use = self.counts.keys()
+        spared = victims_for(ledger, version, in_use | others | self._soon(config))
+        return victims_for(ledger, version, in_use | others) if spared is None else spared
+
+    def _soon(self, config: Config) -> set[str]:
+        """The versions of the next requests, which are spared where possible."""
+        if self._wanted is None:
+            soon = (self._host.requests[i].version for i in self._order.waiting[: config.max_rows])
+            self._wanted = {version for version in soon if version is not None}
+        return self._wanted
+
+    def look_again(self) -> None:
+        """An adapter was activated, so another choice of victims may be open."""
+        self._blocked.clear()
+        self._settled.clear()
+        self._num_hopeless = 0
 
 
 def _with_promises(
@@ -122,9 +187,10 @@ def _with_promises(
 ) -> AdapterLedger:
     """The ledger with a promise for each adapter that a request has waited too long for."""
     for record in skipped:
+        if host.step - record.queued_at < config.adapter_age_limit:
+            continue
         known = {r.version for r in ledger.reservations}
-        old = host.step - record.queued_at >= config.adapter_age_limit
-        if old and record.version not in known and record.version not in ledger.resident:
+        if record.version not in known and record.version not in ledger.resident:
             ledger = reserve(ledger, record.version, counts)
     return ledger
 
@@ -160,7 +226,8 @@ def _start_row(
     computed = len(hits) * B
     count = min(total - computed, room, config.long_prefill_threshold or total)
     table = frozen([*hits, *draft.allocate(-(-(computed + count) // B) - len(hits))])
-    register_blocks(config, record, table, computed, computed + count, draft)
+    if config.prefix_caching:
+        register_blocks(config, record, table, computed, computed + count, draft)
     limit = row_limit(config, record)
     row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
     out.rows.append((row, count))
@@ -174,17 +241,18 @@ def _start_row(
 def register_blocks(
     config: Config, record: RequestState, table: np.ndarray, start: int, end: int, draft: BlockDraft
 ) -> None:
-    """Make the blocks findable that computing tokens `start` to `end` fills.
+    """Make the blocks findable that computing tokens `start` to `end` fills; with prefix caching.
 
     At once, so that a request admitted in this very step can share them: each layer writes all
     rows' KV before any row attends.
     """
-    if not config.prefix_caching:
-        return
     num_prompt = len(record.prompt_digests)
-    for k in range(start // config.block_size, end // config.block_size):
-        known = record.prompt_digests if k < num_prompt else record.generated_digests
-        draft.register(int(table[k]), known[k if k < num_prompt else k - num_prompt])
+    first, last = start // config.block_size, end // config.block_size
+    for k, block in enumerate(table[first:last].tolist(), first):
+        if k < num_prompt:
+            draft.register(block, record.prompt_digests[k])
+        else:
+            draft.register(block, record.generated_digests[k - num_prompt])
 
 
 def ended_request(

@@ -1,5 +1,7 @@
 """The plan of a step, written out from the rows that take part in it."""
 
+from typing import Any
+
 import numpy as np
 from immutables import Map
 
@@ -8,7 +10,8 @@ from purestep.engine.extras import embedded_spans, probes, row_edits
 from purestep.state.adapters import AdapterLedger, Residence
 from purestep.state.engine import HostState, Rows, all_tokens, take_rows
 from purestep.state.plan import Overwrites, SamplingRows, StepPlan
-from purestep.state.request import RequestState, frozen
+from purestep.state.request import RequestState
+from purestep.state.scores import locked
 
 
 def make_plan(
@@ -19,13 +22,14 @@ def make_plan(
     requests: Map[str, RequestState],
     adapters: AdapterLedger,
     allocated: list[int],
+    **told: Any,
 ) -> StepPlan:
     """What `execute` needs to know. `rows` and `count_R` are as this step leaves them, but for
-    `num_computed_R`; `allocated` are the blocks this step handed out."""
+    `num_computed_R`; `allocated` are the blocks this step handed out; `told` is what the plan says
+    of requests that are no rows."""
     active = rows if count_R.all() else take_rows(rows, np.flatnonzero(count_R))
-    count_R = frozen(count_R[count_R > 0])
+    count_R = locked(count_R[count_R > 0])
     residents = _residents(active, adapters)
-    slot_of = {place.version: place.slot for place in residents}
     uploads = tuple(p for p in residents if host.adapters.resident.get(p.version) is not p)
     done_R = active.num_computed_R + count_R == active.num_tokens_R
     sampled_R = done_R & (active.num_tokens_R < active.limit_R)  # else it is only scored
@@ -41,25 +45,35 @@ def make_plan(
         count_R=count_R,
         tokens_T=_step_tokens(active, count_R, requests),
         tables=active.tables,
-        slot_R=frozen([slot_of.get(v, -1) for v in active.versions]),
+        slot_R=_slots(active, residents),
         residents=residents,
-        sampled_R=frozen(sampled_R, np.bool_),
-        sampling=SamplingRows(
-            temperature_S=frozen(active.temperature_R[sampled_R], np.float32),
-            top_k_S=frozen(active.top_k_R[sampled_R]),
-            top_p_S=frozen(active.top_p_R[sampled_R], np.float64),
-            min_p_S=frozen(active.min_p_R[sampled_R], np.float32),
-            stream_S=frozen(active.stream_R[sampled_R], np.uint64),
-            position_S=frozen(active.num_tokens_R[sampled_R]),
-            num_tops_S=frozen(active.num_tops_R[sampled_R]),
-            edits=row_edits(active, sampled_R, requests),
-        ),
+        sampled_R=locked(sampled_R),
+        sampling=_sampling(active, sampled_R, requests),
         scored=scored,
         hidden=hidden,
         embedded=embedded_spans(active, count_R, requests),
-        ended=(),
-        loads=(),
+        **told,
     )
+
+
+def _sampling(rows: Rows, sampled_R: np.ndarray, requests: Map[str, RequestState]) -> SamplingRows:
+    drawing = rows if sampled_R.all() else take_rows(rows, np.flatnonzero(sampled_R))
+    return SamplingRows(
+        temperature_S=drawing.temperature_R,
+        top_k_S=drawing.top_k_R,
+        top_p_S=drawing.top_p_R,
+        min_p_S=drawing.min_p_R,
+        stream_S=drawing.stream_R,
+        position_S=drawing.num_tokens_R,
+        num_tops_S=drawing.num_tops_R,
+        edits=row_edits(rows, sampled_R, requests),
+    )
+
+
+def _slots(rows: Rows, residents: tuple[Residence, ...]) -> np.ndarray:
+    slot_of: dict[str | None, int] = {place.version: place.slot for place in residents}
+    slot_of[None] = -1
+    return locked(np.fromiter(map(slot_of.__getitem__, rows.versions), np.int32))
 
 
 def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:
@@ -73,7 +87,7 @@ def _step_tokens(rows: Rows, count_R: np.ndarray, requests: Map[str, RequestStat
     newest_R = rows.num_computed_R == rows.num_tokens_R - 1
     last_R = rows.tail_RB[np.arange(len(rows.ids)), rows.num_computed_R % B]
     if newest_R.all():
-        return frozen(last_R)
+        return locked(last_R)
     windows = []
     for row, request_id in enumerate(rows.ids):
         start = int(rows.num_computed_R[row])
@@ -81,7 +95,7 @@ def _step_tokens(rows: Rows, count_R: np.ndarray, requests: Map[str, RequestStat
             windows.append(last_R[row : row + 1])
         else:
             windows.append(all_tokens(requests[request_id])[start : start + int(count_R[row])])
-    return frozen(np.concatenate(windows))
+    return locked(np.concatenate(windows))
 
 
 def _overwrites(
@@ -90,6 +104,8 @@ def _overwrites(
     """What the input state counts on among the blocks and adapter rows this plan hands out."""
     ledger = host.blocks
     blocks = sorted(b for b in allocated if b in ledger.refs or b in ledger.digest_of)
+    if not uploads:
+        return Overwrites(blocks=tuple(blocks))
     taken = {b for place in uploads for b in place.row_blocks}
     adapters = [
         v for v, place in host.adapters.resident.items() if not taken.isdisjoint(place.row_blocks)
@@ -98,4 +114,4 @@ def _overwrites(
 
 
 def versions_in_use(rows: Rows) -> list[str]:
-    return list(dict.fromkeys(v for v in rows.versions if v is not None))
+    return [v for v in dict.fromkeys(rows.versions) if v is not None]

@@ -24,7 +24,9 @@ from purestep.state.engine import (
     take_rows,
 )
 from purestep.state.plan import StepPlan
-from purestep.state.request import Completion, FinishReason, RequestState, frozen
+from purestep.state.pytree import evolve
+from purestep.state.request import Completion, FinishReason, RequestState
+from purestep.state.scores import locked
 
 
 def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[HostState, StepPlan]:
@@ -40,8 +42,10 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         room = config.max_batched_tokens - int(running.count_R.sum())
         admitted = admit(config, host, order, draft, running.rows, room)
 
-    rows = add_rows(running.rows, [row for row, _ in admitted.rows])
-    count_R = np.append(running.count_R, [count for _, count in admitted.rows]).astype(np.int32)
+    rows, count_R = running.rows, running.count_R
+    if admitted.rows:
+        rows = add_rows(rows, [row for row, _ in admitted.rows])
+        count_R = np.append(count_R, [count for _, count in admitted.rows]).astype(np.int32)
 
     for source, _ in host.copies:
         draft.release([source])  # after all allocations: this plan reads it
@@ -51,24 +55,30 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     gone = [c.key for c in ended]
     requests = _updated_records(host, running.records | admitted.records, gone)
     adapters = touch(admitted.adapters, versions_in_use(rows))
-    adapters = load_asked(adapters, (name for name, _ in loads))
+    if loads:
+        adapters = load_asked(adapters, (name for name, _ in loads))
     if gone:
         adapters = count_users(adapters, ((host.requests[i].version, -1) for i in gone))
-    plan = make_plan(config, host, rows, count_R, requests, adapters, draft.allocated)
-    plan = replace(
-        plan,
+    plan = make_plan(
+        config,
+        host,
+        rows,
+        count_R,
+        requests,
+        adapters,
+        draft.allocated,
         ended=(*host.ended, *ended),
         loads=loads,
         num_hit_tokens=admitted.num_hit_tokens,
         num_preempted=len(running.preempted),
     )
     left = {*gone, *(row.ids[0] for row, _ in admitted.rows)}
-    after = replace(
+    after = evolve(
         host,
         step=host.step + 1,
         requests=requests,
-        waiting=(*running.preempted, *(i for i in host.waiting if i not in left)),
-        rows=replace(rows, num_computed_R=frozen(rows.num_computed_R + count_R)),
+        waiting=_still_waiting(host, running.preempted, left),
+        rows=evolve(rows, num_computed_R=locked(rows.num_computed_R + count_R)),
         blocks=draft.finish(),
         adapters=adapters,
         copies=(),
@@ -76,6 +86,12 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         in_flight=(plan,),
     )
     return after, plan
+
+
+def _still_waiting(host: HostState, preempted: tuple[str, ...], left: set[str]) -> tuple[str, ...]:
+    if not (preempted or left):
+        return host.waiting
+    return (*preempted, *(i for i in host.waiting if i not in left))
 
 
 @dataclass(slots=True)
@@ -92,45 +108,66 @@ class _Running:
 
 def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDraft) -> _Running:
     rows, B = host.rows, config.block_size
-    place = {request_id: row for row, request_id in enumerate(rows.ids)}
-    service = [place[i] for i in order.running]
-    making_way = _rows_making_way(config, host)
-    service = [row for row in service if row not in making_way]
+    service, making_way = _served(config, host, order)
     for row in making_way:
         draft.release(rows.tables[row])
     count_R = _token_counts(config, rows, service)
-    need_R = -(-(rows.num_computed_R + count_R) // B) - -(-rows.num_computed_R // B)
+    start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
+    need_R = -(-end_R // B) - -(-start_R // B)
     leaving, ended = _make_room(config, host, service, need_R, draft)
+    gone = {*leaving, *making_way}
 
     stays = np.ones(len(rows.ids), bool)
-    stays[[*leaving, *making_way, *(place[c.key] for c in ended)]] = False
-    tables = list(rows.tables)
-    for row in np.flatnonzero(stays & (need_R > 0)).tolist():
-        tables[row] = frozen([*tables[row], *draft.allocate(int(need_R[row]))])
-    rows = replace(rows, tables=tuple(tables))
-    end_R = rows.num_computed_R + count_R
-    for row in np.flatnonzero(stays & (end_R // B > rows.num_computed_R // B)).tolist():
-        record, start = host.requests[rows.ids[row]], int(rows.num_computed_R[row])
-        register_blocks(config, record, tables[row], start, int(end_R[row]), draft)
+    if gone or ended:
+        stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
+    rows = _with_blocks(rows, np.where(stays, need_R, 0), draft)
+    if config.prefix_caching:
+        for row in np.flatnonzero(stays & (end_R // B > start_R // B)).tolist():
+            record, start, end = host.requests[rows.ids[row]], int(start_R[row]), int(end_R[row])
+            register_blocks(config, record, rows.tables[row], start, end, draft)
     records = {}
-    gone = {*leaving, *making_way}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
         records[rows.ids[row]] = replace(
             record, num_preemptions=record.num_preemptions + 1, queued_at=host.step
         )
-    if not stays.all():
+    if gone or ended:
         rows, count_R = take_rows(rows, np.flatnonzero(stays)), count_R[stays]
-    # In front of the queue they keep the order of service.
-    preempted = tuple(i for i in order.running if place[i] in gone) if gone else ()
     return _Running(
         rows=rows,
         count_R=count_R,
-        preempted=preempted,
+        # In front of the queue they keep the order of service.
+        preempted=tuple(i for i in order.running if i in records) if records else (),
         admits=not leaving,
         records=records,
         ended=tuple(ended),
     )
+
+
+def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, list[int]]:
+    """The rows in order of service, but for those that make way; and these."""
+    making_way = _rows_making_way(config, host)
+    if order.running is host.rows.ids:
+        service = np.arange(len(host.rows.ids))
+    else:
+        place = {request_id: row for row, request_id in enumerate(host.rows.ids)}
+        service = np.array([place[i] for i in order.running], np.intp)
+    if making_way:
+        service = service[~np.isin(service, making_way)]
+    return service, making_way
+
+
+def _with_blocks(rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
+    """The rows with so many more blocks each."""
+    growing = np.flatnonzero(need_R)
+    if not len(growing):
+        return rows
+    tables = list(rows.tables)
+    ends = np.cumsum(need_R[growing]).tolist()
+    blocks = np.array(draft.allocate(ends[-1]), np.int32)
+    for row, start, end in zip(growing.tolist(), [0, *ends], ends, strict=False):
+        tables[row] = locked(np.concatenate((tables[row], blocks[start:end])))
+    return evolve(rows, tables=tuple(tables))
 
 
 def _rows_making_way(config: Config, host: HostState) -> list[int]:
@@ -145,24 +182,23 @@ def _rows_making_way(config: Config, host: HostState) -> list[int]:
     return [row for row in drew if host.rows.versions[row] in promised]
 
 
-def _token_counts(config: Config, rows: Rows, service: list[int]) -> np.ndarray:
+def _token_counts(config: Config, rows: Rows, service: np.ndarray) -> np.ndarray:
     """Tokens each row of `service` computes: one for every decoding row, then prompt chunks."""
     remaining_R = rows.num_tokens_R - rows.num_computed_R
     served_R = np.zeros(len(rows.ids), bool)
     served_R[service] = True
     count_R = (served_R & (remaining_R == 1)).astype(np.int32)
-    budget = config.max_batched_tokens - int(count_R.sum())
     if len(count_R) and remaining_R.max() > 1:
+        budget = config.max_batched_tokens - int(count_R.sum())
         chunk = config.long_prefill_threshold or budget
-        for row in service:
-            if remaining_R[row] > 1:
-                count_R[row] = min(int(remaining_R[row]), budget, chunk)
-                budget -= int(count_R[row])
+        for row in service[remaining_R[service] > 1].tolist():
+            count_R[row] = min(int(remaining_R[row]), budget, chunk)
+            budget -= int(count_R[row])
     return count_R
 
 
 def _make_room(
-    config: Config, host: HostState, service: list[int], need_R: np.ndarray, draft: BlockDraft
+    config: Config, host: HostState, service: np.ndarray, need_R: np.ndarray, draft: BlockDraft
 ) -> tuple[list[int], list[Completion]]:
     """Release rows from the end of the service order until the others' blocks are free.
 
@@ -171,7 +207,7 @@ def _make_room(
     """
     rows, leaving, ended = host.rows, [], []
     needed = int(need_R.sum())
-    remaining = list(service)
+    remaining = service.tolist()
     while needed > draft.num_free:
         row = remaining.pop()
         draft.release(rows.tables[row])
@@ -203,12 +239,18 @@ def _wanted_loads(host: HostState) -> tuple[tuple[str, str], ...]:
     The others are asked for once users of registered ones have finished.
     """
     ledger = host.adapters
-    names = dict.fromkeys(
-        host.requests[i].request.adapter for i in host.waiting if host.requests[i].loading
-    )
-    room = ledger.max_registered - len(ledger.loading) - num_unevictable(ledger)
-    wanted = [name for name in names if name not in ledger.loading]
-    return tuple((name, ledger.sources[name]) for name in wanted[: max(room, 0)])
+    # Of long queues most are bound to a version, and how many is known without a look at each.
+    unbound = len(host.requests) - sum(ledger.users.values()) - host.rows.versions.count(None)
+    names: dict[str, None] = {}
+    for request_id in host.waiting:
+        if unbound == 0:
+            break
+        record = host.requests[request_id]
+        unbound -= record.version is None
+        if record.loading and record.request.adapter not in ledger.loading:
+            names[record.request.adapter] = None
+    room = ledger.max_registered - len(ledger.loading) - num_unevictable(ledger) if names else 0
+    return tuple((name, ledger.sources[name]) for name in list(names)[: max(room, 0)])
 
 
 def _hopeless_loads(config: Config, host: HostState) -> tuple[Completion, ...]:
@@ -216,11 +258,13 @@ def _hopeless_loads(config: Config, host: HostState) -> tuple[Completion, ...]:
 
     That is so when nothing but loading requests is left and no load is, or can be, under way.
     """
-    waits = [host.requests[i] for i in host.waiting]
-    if host.rows.ids or host.adapters.loading or not all(r.loading for r in waits):
+    if host.rows.ids or host.adapters.loading:
+        return ()
+    if not all(host.requests[i].loading for i in host.waiting):
         return ()
     limit = host.adapters.max_registered
     why = f"max_registered_adapters={limit} are pinned or were given as tensors"
+    waits = [host.requests[i] for i in host.waiting]
     return tuple(
         ended_request(config, r, FinishReason.ERROR, f"adapter {r.request.adapter!r}: {why}")
         for r in waits

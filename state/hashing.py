@@ -20,6 +20,9 @@ def framed(tag: str, *parts: bytes) -> bytes:
     return b"".join(len(f).to_bytes(8, "little") + f for f in fields)
 
 
+_TOKENS = framed("tokens")
+
+
 def chain_root(model: str, adapter_version: str | None, salt: str | None) -> bytes:
     """What stands before a request's first block.
 
@@ -36,8 +39,12 @@ def chain_root(model: str, adapter_version: str | None, salt: str | None) -> byt
 def block_digest(parent: bytes, tokens_B: np.ndarray, extra: bytes = b"") -> bytes:
     """The digest of one full block of token ids behind `parent`; `extra` names what stands in the
     block beside ids (see `embeds_extra`)."""
-    tokens = framed("tokens", tokens_B.astype("<i4").tobytes())
-    return blake3(parent + tokens + extra).digest()
+    return _digest(parent, tokens_B.astype("<i4").tobytes(), extra)
+
+
+def _digest(parent: bytes, ids: bytes, extra: bytes) -> bytes:
+    """With `ids` framed as `framed("tokens", ids)` does it."""
+    return blake3(parent + _TOKENS + len(ids).to_bytes(8, "little") + ids + extra).digest()
 
 
 def block_digests(
@@ -45,10 +52,10 @@ def block_digests(
 ) -> tuple[bytes, ...]:
     """Digests of all full blocks of `tokens`, in order; a partial last block has none. Blocks
     beyond `extras` hold ids alone."""
-    digests = []
-    for start in range(0, len(tokens) - block_size + 1, block_size):
-        extra = b"".join(extras[start // block_size :][:1])
-        parent = block_digest(parent, tokens[start : start + block_size], extra)
+    ids, size, digests = tokens.astype("<i4").tobytes(), 4 * block_size, []
+    for block in range(len(tokens) // block_size):
+        extra = extras[block] if block < len(extras) else b""
+        parent = _digest(parent, ids[block * size : (block + 1) * size], extra)
         digests.append(parent)
     return tuple(digests)
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable
+from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
 import torch.utils._pytree as pytree
@@ -26,10 +27,27 @@ def tree(cls: type[T]) -> type[T]:
         cls
     )
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
+    setters = {f.name: cls.__dict__[f.name].__set__ for f in fields}
+    # Two names at least, or attrgetter gives no tuple.
+    values = attrgetter("__class__", "__class__", *setters)
+    cls.__tree_slots__ = values, setters  # type: ignore[attr-defined]
     dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
     fixed = tuple(f.name for f in fields if f.metadata.get("static"))
     pytree.register_pytree_node(cls, _flatten(dynamic, fixed), _unflatten(cls, dynamic, fixed))
     return cls
+
+
+def evolve(value: T, **changes: Any) -> T:
+    """`dataclasses.replace` of a tree, for what a step does for many rows: a third of its
+    time, which was 22 us for 30 fields. Raises KeyError for a field the tree does not have."""
+    cls = type(value)
+    values, setters = cls.__tree_slots__  # type: ignore[attr-defined]
+    new = object.__new__(cls)
+    for put, old in zip(setters.values(), values(value)[2:], strict=True):
+        put(new, old)
+    for name, changed in changes.items():
+        setters[name](new, changed)
+    return new
 
 
 def _flatten(dynamic: tuple[str, ...], fixed: tuple[str, ...]) -> Callable[[Any], Any]:
