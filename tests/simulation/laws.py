@@ -223,9 +223,9 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
     for row, key in enumerate(before.rows.ids):
         if key in after.rows.ids:
             continue
-        table = before.rows.tables[row].tolist()
-        freed = [b for b in table if old.refs[b] == 1 and b in new.stamp_of]
-        stamps = [new.stamp_of[b] for b in freed if b in new.digest_of]
+        chain = zip(before.rows.tables[row].tolist(), before.requests[key].digests, strict=False)
+        freed = [b for b, d in chain if old.refs[b] == 1 and new.digest_of.get(b) == d]
+        stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
         assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
     queued = [b for b in free_order(old) if b in old.digest_of]
     lost = [new.digest_of.get(b) != old.digest_of[b] for b in queued]

@@ -202,7 +202,11 @@ class Machine:
     # --- adapters
 
     def _register(self, name: str) -> None:
-        self.state = register_adapter(self.state, f"/{name}", name=name)
+        try:
+            self.state = register_adapter(self.state, f"/{name}", name=name)
+        except AdapterError:
+            pinned = name in self.state.host.adapters.pins
+            must(pinned and name not in self.state.host.adapters.sources, f"{name} is not pinned")
 
     def _load(self, name: str, version: str, again: bool) -> None:
         event = loaded(name, version, RANKS[version], f"/{name}" if again else None)
