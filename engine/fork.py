@@ -35,7 +35,7 @@ def fork(program: Program, state: EngineState, num_blocks: int | None = None) ->
         kept = sorted({*host.blocks.refs, *host.blocks.digest_of})
         pairs = [(block, block) for block in kept]
     else:
-        host, pairs = _renumbered(host, num_blocks)
+        host, pairs = renumbered(host, num_blocks)
         config = replace(config, num_blocks=num_blocks)
     needed, free = pool_bytes(config, config.num_blocks), _free_bytes(config)
     if needed > free:
@@ -55,7 +55,7 @@ def _free_bytes(config: Config) -> int:
     return torch.cuda.mem_get_info(config.device)[0]
 
 
-def _renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[int, int]]]:
+def renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[int, int]]]:
     """The host state on blocks 0, 1, ... of a pool of `num_blocks`, and what to copy where."""
     live = sorted(host.blocks.refs)
     if len(live) > num_blocks:

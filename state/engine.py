@@ -348,7 +348,19 @@ def _collected(record: RequestState) -> dict[str, Any]:
     return found
 
 
+def block_holders(host: HostState) -> list[Sequence[int] | np.ndarray]:
+    """All that holds KV blocks: the rows' tables, and copies their sources."""
+    return [*host.rows.tables, *((source,) for source, _ in host.copies)]
+
+
 def check_host(host: HostState, block_size: int) -> None:
+    """Assert the laws of each ledger and those between them."""
+    check_rows(host, block_size)
+    check_blocks(host.blocks, block_holders(host))
+    check_adapters(host.adapters)
+
+
+def check_rows(host: HostState, block_size: int) -> None:
     """Assert the laws that hold between the ledgers after every transition."""
     rows = host.rows
     assert len(set(rows.ids)) == len(rows.ids)
@@ -358,10 +370,8 @@ def check_host(host: HostState, block_size: int) -> None:
     assert (rows.num_computed_R <= rows.num_tokens_R).all()
     assert (rows.num_tokens_R <= rows.limit_R).all()
     assert ((rows.num_tokens_R < rows.limit_R) | (rows.num_computed_R < rows.num_tokens_R)).all()
-    check_blocks(host.blocks, [*rows.tables, *((source,) for source, _ in host.copies)])
-    held = {b for table in rows.tables for b in table.tolist()} | {s for s, _ in host.copies}
+    held = {int(block) for holder in block_holders(host) for block in holder}
     assert {target for _, target in host.copies} <= held, "a copy for nobody"
-    check_adapters(host.adapters)
     users: dict[str, int] = {}
     for record in host.requests.values():
         if record.version is not None:

@@ -4,17 +4,24 @@ Its KV stores which token, adapter and position was written where, and what had 
 its next token is a hash of the whole visible context, read through the block table. So a wrong
 block, a stale prefix hit, a lost token or a mixed-up adapter changes the output. The device is a
 value: old ones stay valid, which the real one's do not.
+
+It judges nothing: what is missing or mixed up is read as it lies there, and shows in the tokens.
+
+A block is one string of `CELL` bytes a token, so that a context is one join over a table. A row
+reads its context once for all tokens it computes in a step, each then sees those before it; but
+every draw reads everything again behind all writes. So a block that another row, a copy or the row
+itself has overwritten changes the draw of every row whose table names it, in that very step.
 """
 
 import json
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 from blake3 import blake3
-from immutables import Map
+from immutables import Map, MapMutation
 from torch import Tensor
 
 from purestep.engine.commit import commit
@@ -23,7 +30,6 @@ from purestep.engine.extras import edits_after, edits_of
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.schedule import schedule
 from purestep.engine.step import drop_blobs
-from purestep.state.adapters import Residence
 from purestep.state.canonical import to_plain
 from purestep.state.engine import EngineState
 from purestep.state.plan import HiddenRow, LogitEdits, Outputs, ScoredRow, StepPlan, StepResult
@@ -31,30 +37,48 @@ from purestep.state.pytree import tree
 from purestep.state.request import RequestState, frozen
 from purestep.state.scores import Scores
 
-Place = tuple[int, int]  # block, offset
-TORN = b"torn"  # what a failed step leaves behind
+CELL = 8  # bytes of KV a token
+TORN = b"torntorn"  # what a failed step leaves behind
 
 
 @tree
 class ToyDevice:
-    """KV cells by (block, offset), and which part of which adapter version a row block holds."""
+    """The cells of each block, and which part of which adapter version a row block holds."""
 
-    cells: Map[Place, bytes]
+    blocks: Map[int, bytes]
     row_blocks: Map[int, tuple[str, int]]
 
 
 def empty_device() -> ToyDevice:
-    return ToyDevice(cells=Map(), row_blocks=Map())
+    return ToyDevice(blocks=Map(), row_blocks=Map())
 
 
-def cell_after(context: Sequence[bytes], weights: str, version: str | None, token: int) -> bytes:
+def cell_after(context: bytes, weights: str, version: str | None, token: int) -> bytes:
     """The KV of a token behind `context`: it depends on the position and on all that is visible."""
-    who = weights.encode() + (b"/base" if version is None else b"/lora" + version.encode())
-    return blake3(b"".join((*context, who, struct.pack("<qq", len(context), token)))).digest(8)
+    return _cell(context, _reader(weights, version), token)
+
+
+def _reader(weights: str, version: str | None) -> bytes:
+    return weights.encode() + (b"/base" if version is None else b"/lora" + version.encode())
+
+
+def _cell(context: bytes, who: bytes, token: int) -> bytes:
+    place = struct.pack("<qq", len(context) // CELL, token)
+    return blake3(b"".join((context, who, place))).digest(CELL)
+
+
+def context_of(
+    tokens: Sequence[int], weights: str, version: str | None, context: bytes = b""
+) -> bytes:
+    """The cells of `tokens` alone, behind `context`."""
+    who = _reader(weights, version)
+    for token in tokens:
+        context += _cell(context, who, token)
+    return context
 
 
 def draw(
-    context: Sequence[bytes],
+    context: bytes,
     knobs: tuple[float, int, float, float],
     edits: LogitEdits | None,
     stream: int,
@@ -66,7 +90,7 @@ def draw(
     key = struct.pack("<fiff", *knobs) + _edit_key(edits)
     if knobs[0] > 0:
         key += struct.pack("<Qq", stream, position)
-    number = int.from_bytes(blake3(b"".join((*context, key))).digest(8), "little")
+    number = int.from_bytes(blake3(context + key).digest(8), "little")
     banned = set() if edits is None else set(edits.banned_E.tolist())
     while number % vocab_size in banned:
         number += 1
@@ -81,38 +105,31 @@ def _edit_key(edits: LogitEdits | None) -> bytes:
     return json.dumps(plain, sort_keys=True).encode()
 
 
-def next_token(
-    config: Config,
-    tokens: Sequence[int],
-    version: str | None,
-    record: RequestState,
-) -> tuple[int, float]:
-    """The law's right side: what `tokens` alone, with infinite memory and no cache, go on with.
+def next_token(config: Config, context: bytes, record: RequestState) -> tuple[int, float]:
+    """The law's right side: what a context of its own, with infinite memory and no cache, goes on
+    with.
 
-    `record` says how they are drawn: its sampling parameters, stream and generated tokens.
+    `record` says how it is drawn: its sampling parameters, stream and generated tokens.
     """
-    context: list[bytes] = []
-    for token in tokens:
-        context.append(cell_after(context, config.weights, version, token))
     s = record.request.sampling
     knobs = (s.temperature, s.top_k, s.top_p, s.min_p)
     edits = edits_of(config, s, early=len(record.generated) < s.min_tokens)
     if edits is not None:
         edits = edits_after(edits, record.request.tokens, [record.generated])
-    return draw(context, knobs, edits, record.stream, len(tokens), config.model.vocab_size)
+    vocab = config.model.vocab_size
+    return draw(context, knobs, edits, record.stream, len(context) // CELL, vocab)
 
 
-def scores_of(context: Sequence[bytes], target: int, num_tops: int) -> tuple[float, list[int]]:
+def scores_of(context: bytes, target: int, num_tops: int) -> tuple[float, list[int]]:
     """(logprob, likeliest ids) of the token behind a context."""
-    digest = blake3(b"".join(context)).digest(8 + num_tops)
+    digest = blake3(context).digest(8 + num_tops)
     logprob = -float((int.from_bytes(digest[:8], "little") + target) % 997) / 128
     return logprob, list(digest[8:])
 
 
-def state_of(context: Sequence[bytes], layer: int) -> float:
+def state_of(context: bytes, layer: int) -> float:
     """The one hidden value a layer has behind a context."""
-    key = struct.pack("<i", layer)
-    return float(int.from_bytes(blake3(b"".join((*context, key))).digest(3), "little"))
+    return float(int.from_bytes(blake3(context + struct.pack("<i", layer)).digest(3), "little"))
 
 
 def execute(
@@ -120,17 +137,19 @@ def execute(
 ) -> tuple[ToyDevice, StepResult]:
     """What a plan says, done to the toy: uploads, copies, all writes, then all draws."""
     device = _prepared(device, plan, blobs)
-    versions = [_version_read(device, plan, row) for row in range(len(plan.row_ids))]
-    with device.cells.mutate() as cells:
-        tokens_T = _tokens_read(plan, blobs)
-        for row, version in enumerate(versions):
-            for place, token, position in _window(config, plan, row, tokens_T):
-                context = _visible(config, cells, plan.tables[row], position)
-                cells[place] = cell_after(context, config.weights, version, token)
-        news = [_drawn(config, cells, plan, row, s) for s, row in enumerate(_sampled(plan))]
-        scored = [_scored(config, cells, plan, row) for row in plan.scored]
-        hidden = [_hidden(config, cells, plan, row) for row in plan.hidden]
-        written = cells.finish()
+    tokens_T = _tokens_read(plan, blobs)
+    with device.blocks.mutate() as blocks:
+        for row, tokens in enumerate(_windows(plan, tokens_T)):
+            table, start = plan.tables[row].tolist(), int(plan.start_R[row])
+            context = _visible(config, blocks, table, start)
+            who = config.weights.encode() + _adapter_read(device, plan, row)
+            for token in tokens:
+                context += _cell(context, who, token)
+            _write_(config, blocks, table, start, context[start * CELL :])
+        news = [_drawn(config, blocks, plan, row, s) for s, row in enumerate(_sampled(plan))]
+        scored = [_scored(config, blocks, plan, row) for row in plan.scored]
+        hidden = [_hidden(config, blocks, plan, row) for row in plan.hidden]
+        written = blocks.finish()
     tops = np.flatnonzero(plan.sampling.num_tops_S >= 0).tolist()
     result = StepResult(
         token_S=frozen([token for token, _ in news]),
@@ -139,7 +158,7 @@ def execute(
         scored=tuple(scored),
         hidden=tuple(hidden),
     )
-    return replace(device, cells=written), result
+    return replace(device, blocks=written), result
 
 
 def _tops(news: tuple[int, float], num_tops: int) -> Scores:
@@ -152,12 +171,13 @@ def _tops(news: tuple[int, float], num_tops: int) -> Scores:
     )
 
 
-def _scored(config: Config, cells: Mapping[Place, bytes], plan: StepPlan, row: ScoredRow) -> Scores:
+def _scored(config: Config, blocks: Mapping[int, bytes], plan: StepPlan, row: ScoredRow) -> Scores:
     first = int(plan.start_R[row.row]) + row.first + 1
-    found = []
-    for i, target in enumerate(row.target_N.tolist()):
-        context = _visible(config, cells, plan.tables[row.row], first + i)
-        found.append(scores_of(context, target, row.num_tops))
+    context = _context(config, blocks, plan, row.row)
+    found = [
+        scores_of(context[: (first + i) * CELL], target, row.num_tops)
+        for i, target in enumerate(row.target_N.tolist())
+    ]
     return Scores(
         logprob_N=frozen([logprob for logprob, _ in found], np.float32),
         top_id_NK=frozen([ids for _, ids in found]),
@@ -166,75 +186,75 @@ def _scored(config: Config, cells: Mapping[Place, bytes], plan: StepPlan, row: S
 
 
 def _hidden(
-    config: Config, cells: Mapping[Place, bytes], plan: StepPlan, row: HiddenRow
+    config: Config, blocks: Mapping[int, bytes], plan: StepPlan, row: HiddenRow
 ) -> np.ndarray:
-    start = int(plan.start_R[row.row])
-    ends = range(start + row.first + 1, start + int(plan.count_R[row.row]) + 1)
-    seen = [_visible(config, cells, plan.tables[row.row], end) for end in ends]
+    context = _context(config, blocks, plan, row.row)
+    first = int(plan.start_R[row.row]) + row.first + 1
+    seen = [context[: end * CELL] for end in range(first, len(context) // CELL + 1)]
     return frozen([[[state_of(c, layer)] for c in seen] for layer in row.layers], np.float32)
 
 
 def tear(config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> ToyDevice:
     """The device after a step that failed at its worst: everything written, nothing right."""
     device = _prepared(device, plan, blobs)
-    with device.cells.mutate() as cells:
-        for row in range(len(plan.row_ids)):
-            for place, _, _ in _window(config, plan, row, plan.tokens_T):
-                cells[place] = TORN
-        return replace(device, cells=cells.finish())
+    with device.blocks.mutate() as blocks:
+        for row, tokens in enumerate(_windows(plan, plan.tokens_T)):
+            table, start = plan.tables[row].tolist(), int(plan.start_R[row])
+            _write_(config, blocks, table, start, TORN * len(tokens))
+        return replace(device, blocks=blocks.finish())
 
 
 def toy_step(
-    state: EngineState, sees: Any = None, policy: Policy = fcfs
+    state: EngineState,
+    sees: Callable[[StepPlan, StepResult], object] | None = None,
+    policy: Policy = fcfs,
 ) -> tuple[EngineState, Outputs]:
-    """`purestep.engine.step.step` on the toy; `sees` is called with the plan."""
+    """`purestep.engine.step.step` on the toy; `sees` is called with the plan and its result."""
     host, plan = schedule(state.config, state.host, policy)
-    if sees is not None:
-        sees(plan)
     device, result = execute(state.config, state.device, plan, state.blobs)
+    if sees is not None:
+        sees(plan, result)
     host, outputs = commit(state.config, host, plan, result)
     state = replace(state, host=host, device=device)
     return (drop_blobs(state) if outputs.finished else state), outputs
 
 
 def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> ToyDevice:
-    row_blocks, cells = device.row_blocks.mutate(), device.cells.mutate()
+    if not (plan.uploads or plan.copies):
+        return device
+    row_blocks, blocks = device.row_blocks.mutate(), device.blocks.mutate()
     for place in plan.uploads:
-        assert blobs[place.version].version == place.version
-        for part, block in enumerate(place.row_blocks):
-            row_blocks[block] = (place.version, part)
+        version = blobs[place.version].version
+        row_blocks.update({block: (version, i) for i, block in enumerate(place.row_blocks)})
     for source, target in plan.copies:
-        for (block, offset), cell in device.cells.items():
-            if block == source:
-                cells[target, offset] = cell
-        device = replace(device, cells=cells.finish())
-        cells = device.cells.mutate()
-    return replace(device, row_blocks=row_blocks.finish())
+        blocks[target] = blocks.get(source, b"")
+    return ToyDevice(blocks=blocks.finish(), row_blocks=row_blocks.finish())
 
 
-def _version_read(device: ToyDevice, plan: StepPlan, row: int) -> str | None:
+def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
     """The adapter that a row meets, as its slot's row blocks tell it."""
     slot = int(plan.slot_R[row])
     if slot < 0:
-        return None
-    (place,) = (p for p in plan.residents if p.slot == slot)
-    return _version_at(device, place)
-
-
-def _version_at(device: ToyDevice, place: Residence) -> str:
-    parts = [device.row_blocks[block] for block in place.row_blocks]
-    assert parts == [(parts[0][0], i) for i in range(len(parts))], f"a mixture of adapters: {parts}"
-    return parts[0][0]
+        return b"/base"
+    parts = [
+        device.row_blocks.get(block)
+        for place in plan.residents
+        if place.slot == slot
+        for block in place.row_blocks
+    ]
+    version = parts[0][0] if parts and parts[0] else ""
+    whole = parts == [(version, part) for part in range(len(parts))]
+    return b"/lora" + (version if whole else f"a mixture {parts}").encode()
 
 
 def _tokens_read(plan: StepPlan, blobs: Mapping[str, Any]) -> np.ndarray:
     """The plan's ids, and in place of an embedding a number that tells which it is."""
+    if not plan.embedded:
+        return plan.tokens_T
     tokens_T = plan.tokens_T.astype(np.int64)
     for span in plan.embedded:
-        assert (tokens_T[span.index_E] == -1).all()
         rows = blobs[span.blob][span.first_row : span.first_row + len(span.index_E)]
         tokens_T[span.index_E] = [embedding_number(row) for row in rows]
-    assert (tokens_T != -1).all(), "an embedding was forgotten"
     return tokens_T
 
 
@@ -243,24 +263,40 @@ def embedding_number(row_D: Tensor) -> int:
     return -2 - int.from_bytes(blake3(row_D.numpy().tobytes()).digest(4), "little")
 
 
-def _window(
-    config: Config, plan: StepPlan, row: int, tokens_T: np.ndarray
-) -> Iterator[tuple[Place, int, int]]:
-    """(place, token, position) of each token the row computes in this step."""
-    first, start = int(plan.count_R[:row].sum()), int(plan.start_R[row])
-    for i in range(int(plan.count_R[row])):
-        position = start + i
-        block = int(plan.tables[row][position // config.block_size])
-        place = (block, position % config.block_size)
-        yield place, int(tokens_T[first + i]), position
+def _windows(plan: StepPlan, tokens_T: np.ndarray) -> Iterator[list[int]]:
+    """The tokens that each row computes in this step."""
+    tokens, first = tokens_T.tolist(), 0
+    for count in plan.count_R.tolist():
+        yield tokens[first : first + count]
+        first += count
 
 
-def _visible(
-    config: Config, cells: Mapping[Place, bytes], table: np.ndarray, count: int
-) -> list[bytes]:
+def _write_(
+    config: Config, blocks: MapMutation[int, bytes], table: list[int], start: int, cells: bytes
+) -> None:
+    """Put cells at the positions from `start` on; what lies behind them in the last block stays."""
+    size = config.block_size * CELL
+    at, end = start * CELL, start * CELL + len(cells)
+    while at < end:
+        block, offset = table[at // size], at % size
+        count = min(size - offset, end - at)
+        old = blocks.get(block, b"").ljust(size, b"\0")
+        new = cells[at - start * CELL :][:count]
+        blocks[block] = old[:offset] + new + old[offset + count :]
+        at += count
+
+
+def _visible(config: Config, blocks: Mapping[int, bytes], table: list[int], count: int) -> bytes:
     """The first `count` cells of a sequence, read through its block table."""
-    B = config.block_size
-    return [cells[int(table[p // B]), p % B] for p in range(count)]
+    used = table[: -(-count // config.block_size)]
+    size = config.block_size * CELL
+    return b"".join([blocks.get(block, b"").ljust(size, b"\0") for block in used])[: count * CELL]
+
+
+def _context(config: Config, blocks: Mapping[int, bytes], plan: StepPlan, row: int) -> bytes:
+    """All that is visible at the end of a row's step."""
+    end = int(plan.start_R[row]) + int(plan.count_R[row])
+    return _visible(config, blocks, plan.tables[row].tolist(), end)
 
 
 def _sampled(plan: StepPlan) -> list[int]:
@@ -268,18 +304,16 @@ def _sampled(plan: StepPlan) -> list[int]:
 
 
 def _drawn(
-    config: Config, cells: Mapping[Place, bytes], plan: StepPlan, row: int, s: int
+    config: Config, blocks: Mapping[int, bytes], plan: StepPlan, row: int, s: int
 ) -> tuple[int, float]:
-    end = int(plan.start_R[row]) + int(plan.count_R[row])
     rows = plan.sampling
-    assert int(rows.position_S[s]) == end
     columns = (rows.temperature_S, rows.top_k_S, rows.top_p_S, rows.min_p_S)
     edits = [e for place, e in rows.edits if place == s]
     return draw(
-        _visible(config, cells, plan.tables[row], end),
+        _context(config, blocks, plan, row),
         tuple(column[s].item() for column in columns),
         edits[0] if edits else None,
         int(rows.stream_S[s]),
-        end,
+        int(rows.position_S[s]),
         config.model.vocab_size,
     )

@@ -15,6 +15,8 @@ from purestep.state.text import TokenTable
 VOCAB = 12
 EOS = 2
 PIECES = ("a", "b", "</s>", "ab", "ba", "c", " ", "\n", "é".encode()[:1], "é".encode()[1:], "d", "")
+NAMES = ("sql", "chat", "fr")
+RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}  # of the versions a load may find
 TABLE = TokenTable(p if isinstance(p, bytes) else p.encode() for p in PIECES)
 
 MODEL = ModelConfig(

@@ -8,8 +8,7 @@ LS-08, PC-01, PC-03, DT-03, MO-03).
 """
 
 import json
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -20,546 +19,114 @@ from hypothesis import settings
 from hypothesis.stateful import (
     RuleBasedStateMachine,
     initialize,
-    invariant,
     precondition,
     rule,
     run_state_machine_as_test,
 )
 from immutables import Map
 
-from purestep.engine.adapters import (
-    AdapterFailed,
-    deliver,
-    deliver_loaded,
-    pin_adapter,
-    register_adapter,
-    unload_adapter,
-    unpin_adapter,
-)
+from purestep.engine.adapters import deliver_loaded
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.policy import Policy, by_priority, fcfs
-from purestep.engine.renewal import adopt, flush
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
-from purestep.simulation.device import (
-    cell_after,
-    embedding_number,
-    next_token,
-    scores_of,
-    state_of,
-    tear,
-    toy_step,
+from purestep.simulation.device import tear, toy_step
+from purestep.simulation.machine import Machine
+from purestep.simulation.strategies import (
+    config_changes,
+    known_adapters,
+    names,
+    picks,
+    versions,
+    words,
 )
-from purestep.simulation.world import EOS, TABLE, loaded, toy_config, toy_state
-from purestep.state.adapters import pinned_versions
+from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.canonical import digest, from_plain, to_plain
-from purestep.state.engine import EngineState, HostState, check_host, progress
-from purestep.state.errors import AdapterError, RequestError, UnknownAdapterError
-from purestep.state.hashing import random_stream, request_seed
-from purestep.state.plan import Outputs, StepPlan, StepResult
-from purestep.state.request import Completion, FinishReason, Request, RequestState, frozen
+from purestep.state.engine import EngineState, check_host, progress
+from purestep.state.errors import RequestError
+from purestep.state.plan import Outputs, StepResult
+from purestep.state.request import Completion, FinishReason, Request, frozen
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
-
-NAMES = ("sql", "chat", "fr")
-RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}
-STEPS_TO_DRAIN = 1500
-
-
-@dataclass
-class Told:
-    """What the caller knows of one request: its words and what it was told so far."""
-
-    request: Request
-    version: str | None
-    seed: int
-    bound: bool
-    index: int = 0
-    path: tuple[int, ...] = ()
-    branches: int = 0
-    tokens: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    streamed: str = ""
-
-    @property
-    def prompt(self) -> list[int]:
-        """Ids, and the toy's numbers of the embeddings between them."""
-        embeds = self.request.prompt_embeds
-        tokens = list(self.request.tokens) or [-1] * len(embeds)
-        rows = iter(() if embeds is None else embeds)
-        return [embedding_number(next(rows)) if t == -1 else t for t in tokens]
-
-    @property
-    def scores(self) -> bool:
-        return self.request.sampling.prompt_logprobs is not None
-
-    @property
-    def sequence(self) -> list[int]:
-        return [*self.prompt, *self.tokens]
-
-    @property
-    def text(self) -> bytes:
-        return TABLE.join(np.array(self.tokens, np.int32))
-
-
-def expected_token(config: Config, told: Told, record: RequestState) -> tuple[int, float]:
-    """`record` is the engine's, for the checked form of the parameters alone."""
-    stream = random_stream(told.seed, told.index, told.path)
-    alone = replace(record, generated=frozen(told.tokens), stream=stream)
-    return next_token(config, told.sequence, told.version, alone)
-
-
-def expected_end(told: Told, max_context: int) -> tuple[FinishReason, str | int | None] | None:
-    """Why the request must end with its newest token; None while it must go on."""
-    sampling, token = told.request.sampling, told.tokens[-1]
-    if len(told.tokens) >= sampling.min_tokens and (found := newest_stop(told)):
-        return FinishReason.STOP, found[2]
-    ends = token in sampling.stop_ids or (token == EOS and not sampling.ignore_eos)
-    if ends and len(told.tokens) >= sampling.min_tokens:
-        return FinishReason.STOP, token
-    full = len(told.tokens) == sampling.max_tokens or len(told.sequence) == max_context
-    return (FinishReason.LENGTH, None) if full else None
-
-
-def newest_stop(told: Told) -> tuple[int, int, str] | None:
-    """(where it begins, ...) of the first stop string that ends within the newest token."""
-    text, before = told.text, len(TABLE.join(np.array(told.tokens[:-1], np.int32)))
-    found = [
-        (at, -len(stop.encode()), stop)
-        for stop in told.request.sampling.stop
-        for at in range(len(text))
-        if text.startswith(stop.encode(), at) and at + len(stop.encode()) > before
-    ]
-    return min(found, default=None)
-
-
-def expected_text(told: Told, completion: Completion) -> str:
-    """All of it, but for what a stop cuts off."""
-    text, keeps = told.text, told.request.sampling.include_stop
-    if isinstance(completion.stop, str):
-        at, _, stop = newest_stop(told)
-        text = text[: at + len(stop.encode()) * keeps]
-    elif isinstance(completion.stop, int) and not keeps:
-        text = TABLE.join(np.array(told.tokens[:-1], np.int32))
-    return text.decode(errors="replace")
-
-
-PROMPTS = ((1, 3, 4, 5, 1, 3, 5, 6, 3, 3, 0, 1, 4, 5, 6, 7, 10, 0), (1, 3, 4, 5, 0, 0, 0, 0, 1, 1))
-prompts = st.builds(
-    lambda base, length, last: (*base[: length - 1], last),
-    st.sampled_from(PROMPTS),
-    st.integers(1, 18),
-    st.sampled_from((5, 5, 9)),
-)
-drawn = {
-    "temperature": st.just(0.7),
-    "top_k": st.sampled_from((0, 3)),
-    "min_p": st.sampled_from((0.0, 0.1)),
-    "n": st.sampled_from((1, 1, 3)),
-}
-common = {
-    "seed": st.sampled_from((None, 0, 2**64 - 1)),
-    "max_tokens": st.integers(1, 14),
-    "stop": st.sampled_from(((), (), ("aba",), ("é", "ab"))),
-    "stop_ids": st.sampled_from(((), (), (7, 10))),
-    "ignore_eos": st.booleans(),
-}
-rare = {
-    "min_tokens": st.integers(0, 1) | st.integers(0, 3),
-    "include_stop": st.booleans(),
-    "stream": st.booleans(),
-    "logprobs": st.sampled_from((None, 0, 2)),
-    "prompt_logprobs": st.sampled_from((None, None, 0, 2)),
-    "repetition_penalty": st.sampled_from((1.0, 1.5)),
-    "presence_penalty": st.sampled_from((0.0, 0.5)),
-    "frequency_penalty": st.sampled_from((0.0, -0.5)),
-    "logit_bias": st.sampled_from(((), {3: 2.0, 1: -1.0})),
-    "banned_ids": st.sampled_from(((), (5, 4))),
-    "allowed_ids": st.sampled_from((None, (1, 3))),
-}
-
-
-def sampling_params(fields: dict[str, Any]) -> SamplingParams:
-    fields["min_tokens"] = min(fields.get("min_tokens", 0), fields["max_tokens"])
-    return SamplingParams(**{"temperature": 0.0} | fields)
-
-
-samplings = st.builds(
-    sampling_params,
-    st.fixed_dictionaries(common, optional=rare)
-    | st.fixed_dictionaries(common | drawn, optional=rare)
-    | st.just({"max_tokens": 0, "prompt_logprobs": 1}),
-)
-
-words = st.fixed_dictionaries(
-    {
-        "tokens": prompts,
-        "adapter": st.sampled_from((None, *NAMES, *NAMES, "nobody")),
-        "salt": st.sampled_from((None, None, "x", "sql")),
-        "priority": st.sampled_from((0, 0, -1, 2)),
-        "sampling": samplings,
-        "hidden_layers": st.sampled_from(((), (), (0,), (1, -1, 0, -2))),
-        "prompt_embeds": st.none() | st.none() | st.integers(1, 9),
-    }
-)
-
-
-def with_embeds(chosen: dict[str, Any]) -> dict[str, Any]:
-    """In place of a number of embeddings, those; some prompts hold ids between them."""
-    count = chosen["prompt_embeds"]
-    if count is None:
-        return chosen
-    tokens = [-1] * count + list(chosen["tokens"][:3]) if count % 2 else []
-    rows = torch.arange(8 * count).view(count, 8) // 8 % 3  # a few different ones
-    return chosen | {"prompt_embeds": rows.float(), "tokens": tokens}
-
-
-@dataclass(frozen=True)
-class _Program:
-    """As much of a program as `adopt` looks at."""
-
-    config: Config
 
 
 class HostMachine(RuleBasedStateMachine):
     """Everything a caller can do, in any order, on a pool that is far too small."""
 
-    config_changes: st.SearchStrategy[dict[str, Any]] = st.fixed_dictionaries(
-        {
-            "block_size": st.sampled_from((2, 4)),
-            "num_blocks": st.integers(4, 14),
-            "max_rows": st.integers(1, 4) | st.just(4),
-            "max_batched_tokens": st.integers(4, 12),
-            "max_active_adapters": st.integers(1, 3),
-            "lora_rows": st.sampled_from((16, 24)),
-            "prefix_caching": st.sampled_from((True, True, False)),
-            "long_prefill_threshold": st.sampled_from((0, 3)),
-            "adapter_age_limit": st.sampled_from((0, 3, 12)),
-            "adapter_preemption": st.booleans(),
-            "tokens": st.just(TABLE),
-        }
-    )
-
-    adapters = st.fixed_dictionaries(
-        {}, optional={name: st.none() | st.sampled_from(sorted(RANKS)) for name in NAMES}
-    )
-
     @initialize(
-        changes=config_changes, known=adapters, policy=st.sampled_from((fcfs, fcfs, by_priority))
+        changes=config_changes,
+        known=known_adapters,
+        policy=st.sampled_from((fcfs, fcfs, by_priority)),
     )
     def begin(self, changes: dict[str, Any], known: dict[str, str | None], policy: Policy) -> None:
-        self.policy = policy
-        self.config = toy_config(**changes)
-        self.state: EngineState = toy_state(self.config)
-        self.live: dict[str, Told] = {}
+        self.machine = Machine(toy_config(**changes), policy)
         self.number = 0
-        self.asked: list[tuple[str, str]] = []
-        self.bound: dict[str, str] = {}
-        self.kept: list[tuple[HostState, str]] = []
         for name, version in known.items():
-            self.state = register_adapter(self.state, f"/{name}", name=name)
+            self.machine.do(("register", {"name": name}))
             if version is not None:
-                self.load(name, version, True)
+                self.machine.do(("load", {"name": name, "version": version, "again": True}))
 
-    # --- what the caller does
-
-    @rule(several=st.lists(words, min_size=1, max_size=3))
-    def submit(self, several: list[dict[str, Any]]) -> None:
+    @rule(several=st.lists(words, min_size=1, max_size=3), twice=st.booleans())
+    def submit(self, several: list[dict[str, Any]], twice: bool) -> None:
         for chosen in several:
             self.number += 1
-            self.submit_one(Request(id=f"r{self.number}", **with_embeds(chosen)))
-
-    def submit_one(self, request: Request) -> None:
-        name, given = request.adapter, request.sampling.seed
-        known = {*self.bound, *self.state.host.adapters.sources, None}
-        length = len(request.tokens) or len(request.prompt_embeds)
-        blocks = -(-(length + (request.sampling.max_tokens > 0)) // self.config.block_size)
-        if name not in known or blocks > self.config.num_blocks:
-            self.refused(RequestError, lambda: submit(self.state, request))
-            return
-        self.state = submit(self.state, request)
-        seed = request_seed(self.config.seed, request.id) if given is None else given
-        bound = name is None or name in self.bound
-        for index in range(request.sampling.n):
-            key = f"{request.id}#{index}" if index else request.id
-            self.live[key] = Told(request, self.bound.get(name), seed, bound, index=index)
-        self.refused(RequestError, lambda: submit(self.state, request))
+            for _ in range(1 + twice):
+                self.machine.do(("submit", {"id": f"r{self.number}", **chosen}))
 
     @rule(times=st.integers(1, 6))
     def steps(self, times: int) -> None:
         for _ in range(times):
-            self.step()
+            self.machine.do(("step", {}))
 
-    @precondition(lambda self: self.state.host.requests)
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        request_id = data.draw(st.sampled_from(sorted(self.state.host.requests)))
-        samples = [k for k, told in self.live.items() if request_id in (k, told.request.id)]
-        for key in samples:
-            told = self.live.pop(key)
-            if key in self.state.host.requests:
-                assert progress(self.state.host, key).generated.tolist() == told.tokens
-        self.state = abort(self.state, request_id)
+    @rule(pick=picks)
+    def abort(self, pick: int) -> None:
+        self.machine.do(("abort", {"pick": pick}))
 
-    @precondition(lambda self: self.state.host.requests)
-    @rule(data=st.data(), count=st.integers(1, 2))
-    def branch(self, data: st.DataObject, count: int) -> None:
-        host = self.state.host
-        request_id = data.draw(st.sampled_from(host.rows.ids or sorted(host.requests)))
-        new_ids = [f"{request_id}.{self.number + i}" for i in range(count)]
-        self.number += count
-        self.state = branch(self.state, request_id, new_ids)
-        parent = self.live[request_id]
-        for new_id in new_ids:
-            parent.branches += 1
-            self.live[new_id] = replace(
-                parent,
-                request=replace(parent.request, id=new_id),
-                path=(*parent.path, parent.branches),
-                branches=0,
-                tokens=list(parent.tokens),
-                logprobs=list(parent.logprobs),
-            )
+    @rule(pick=picks, count=st.integers(1, 2))
+    def branch(self, pick: int, count: int) -> None:
+        self.machine.do(("branch", {"pick": pick, "count": count}))
 
-    # --- adapters
-
-    @rule(name=st.sampled_from(NAMES), version=st.sampled_from(sorted(RANKS)), again=st.booleans())
+    @rule(name=names, version=versions, again=st.booleans())
     def load(self, name: str, version: str, again: bool) -> None:
-        """From a file, which can be read again, or from tensors, which cannot."""
-        event = loaded(name, version, RANKS[version], f"/{name}" if again else None)
-        try:
-            state = deliver_loaded(self.state, event)
-        except AdapterError:
-            self.refused(AdapterError, lambda: deliver_loaded(self.state, event))
-            return
-        self.state = state
-        self.load_came_out(name, version)
+        self.machine.do(("load", {"name": name, "version": version, "again": again}))
 
-    def load_came_out(self, name: str, version: str) -> None:
-        self.bound = dict(self.state.host.adapters.names)
-        assert self.bound[name] == version
-        for told in self.live.values():
-            if not told.bound and told.request.adapter == name:
-                told.version, told.bound = version, True
+    @precondition(lambda self: self.machine.asked)
+    @rule(pick=picks, version=versions, works=st.booleans())
+    def a_load_comes_back(self, pick: int, version: str, works: bool) -> None:
+        returns = ("load_returns", {"pick": pick, "version": version})
+        self.machine.do(returns if works else ("load_fails", {"pick": pick}))
 
-    @precondition(lambda self: self.asked)
-    @rule(data=st.data(), version=st.sampled_from(sorted(RANKS)), works=st.booleans())
-    def a_load_comes_back(self, data: st.DataObject, version: str, works: bool) -> None:
-        name, source = self.asked.pop(data.draw(st.integers(0, len(self.asked) - 1)))
-        if not works:
-            self.state = deliver(self.state, AdapterFailed(name=name, error="gone"))
-            return
-        self.state = deliver(self.state, loaded(name, version, RANKS[version], source))
-        if self.state.host.adapters.names.get(name) == version:
-            self.load_came_out(name, version)
-
-    @rule(name=st.sampled_from(NAMES), running=st.sampled_from(("drain", "abort", "refuse")))
+    @rule(name=names, running=st.sampled_from(("drain", "abort", "refuse")))
     def unload(self, name: str, running: str) -> None:
-        if name not in self.state.host.adapters.sources and name not in self.bound:
-            self.refused(UnknownAdapterError, lambda: unload_adapter(self.state, name))
-            return
-        mine = [told for told in self.live.values() if told.request.adapter == name]
-        live = [t for t in mine if any(t is self.live.get(k) for k in self.state.host.requests)]
-        if running == "refuse" and live:
-            self.refused(AdapterError, lambda: unload_adapter(self.state, name, running=running))
-            return
-        self.state = unload_adapter(self.state, name, running=running)
-        self.bound = dict(self.state.host.adapters.names)
-        assert name not in self.bound
-        for told in live:
-            assert not told.bound or running == "abort" or told.version in self.state.blobs
+        self.machine.do(("unload", {"name": name, "running": running}))
 
-    @rule()
-    def flush(self) -> None:
-        self.state = flush(self.state)
-        assert not self.state.host.blocks.block_of
+    @rule(name=names)
+    def pin_or_unpin(self, name: str) -> None:
+        self.machine.do(("pin", {"name": name}))
+
+    @rule(kind=st.sampled_from(("flush", "restore", "fail")))
+    def whole_state(self, kind: str) -> None:
+        self.machine.do((kind, {}))
 
     @rule()
     def other_weights(self) -> None:
-        """What was read before is told already; positions that follow are of the new weights, so
-        only requests that collect nothing over time are compared."""
-        watched = [t for t in self.live.values() if t.request.hidden_layers or t.scores]
-        if watched:
-            return
         self.number += 1
-        self.config = replace(self.config, weights=f"weights {self.number}")
-        self.state = adopt(_Program(self.config), self.state)
+        self.machine.do(("adopt", {"weights": f"weights {self.number}"}))
 
-    @rule(name=st.sampled_from(NAMES))
-    def pin_or_unpin(self, name: str) -> None:
-        if name in self.state.host.adapters.pins:
-            self.state = unpin_adapter(self.state, name)
-            return
-        self.refused(UnknownAdapterError, lambda: unpin_adapter(self.state, name))
-        try:
-            self.state = pin_adapter(self.state, name)
-        except AdapterError:
-            assert name in self.bound
-        except UnknownAdapterError:
-            assert name not in self.bound
-
-    # --- the engine
-
-    def step(self) -> None:
-        before, plans = self.state, []
-        if before.host.idle:
-            return
-        self.state, outputs = toy_step(before, plans.append, self.policy)
-        self.asked += outputs.loads
-        self.bound = dict(self.state.host.adapters.names)
-        check_plan(before, plans[0])
-        front = self.state.host.waiting[: plans[0].num_preempted]
-        order = self.policy(before.host).running
-        assert front == tuple(i for i in order if i in front), "preempted out of turn"
-        for request_id, token, logprob in zip(
-            outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
-        ):
-            told = self.live[request_id]
-            expected = expected_token(self.config, told, before.host.requests[request_id])
-            assert (token, logprob) == expected, f"{request_id} went astray"
-            told.tokens.append(token)
-            told.logprobs.append(logprob)
-        for key, text in outputs.texts:
-            self.live[key].streamed += text
-            assert text
-        self.heard(outputs)
-
-    def heard(self, outputs: Outputs) -> None:
-        ended = {c.key: c for c in outputs.finished}
-        assert len(ended) == len(outputs.finished), "a request ended twice"
-        for request_id in outputs.ids:
-            due = expected_end(self.live[request_id], self.config.max_context)
-            assert (due is None) == (request_id not in ended), f"{request_id}: {due}"
-        for key, completion in ended.items():
-            self.check_completion(completion, key in outputs.ids)
-            check_extras(self.config, completion, self.live.pop(key))
-
-    def check_completion(self, completion: Completion, has_news: bool) -> None:
-        told = self.live[completion.key]
-        assert completion.tokens.tolist() == told.tokens
-        assert completion.logprobs.tolist() == told.logprobs
-        assert completion.num_prompt_tokens == len(told.prompt)
-        assert completion.num_cached_tokens < len(told.prompt) or told.tokens
-        if has_news:
-            due = expected_end(told, self.config.max_context)
-            assert (completion.finish_reason, completion.stop) == due
-            assert completion.text == expected_text(told, completion)
-        elif completion.finish_reason == FinishReason.LENGTH:
-            assert told.request.sampling.max_tokens == 0
-        elif completion.finish_reason == FinishReason.CAPACITY:
-            needed = -(-len(told.sequence) // self.config.block_size)
-            assert needed > self.config.num_blocks, "the pool could have held it"
-        else:
-            assert completion.finish_reason == FinishReason.ERROR
-            assert completion.error
-
-    @precondition(lambda self: not self.state.host.idle)
-    @rule()
-    def a_step_fails(self) -> None:
-        """`execute` dies after writing: the input stays good, but for what the plan named."""
-        host = self.state.host
-        _, plan = schedule(self.config, host, self.policy)
-        device = tear(self.config, self.state.device, plan, self.state.blobs)
-        if not plan.overwrites.empty:
-            host = without_overwritten(host, plan.overwrites)
-        self.state = replace(self.state, host=host, device=device)
-
-    def refused(self, kind: type[Exception], call: Callable[[], object]) -> None:
-        """A call that is refused changes nothing."""
-        before = digest(self.state.host)
-        with pytest.raises(kind):
-            call()
-        assert digest(self.state.host) == before
-
-    @invariant()
-    def laws_hold(self) -> None:
-        if not hasattr(self, "state"):
-            return
-        check_host(self.state.host, self.config.block_size)
-        host = self.state.host
-        prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
-        assert set(self.state.blobs) == {*host.adapters.registered, *prompts}
-        assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
-        self.kept.append((self.state.host, digest(self.state.host)))
+    @rule(num_blocks=st.integers(4, 14))
+    def fork(self, num_blocks: int) -> None:
+        self.machine.do(("fork", {"num_blocks": num_blocks}))
 
     def teardown(self) -> None:
-        if not hasattr(self, "state"):
+        if not hasattr(self, "machine"):
             return
-        self.drain()
-        assert self.state.host.idle
-        assert not self.live
-        assert self.state.host.blocks.num_free == self.config.num_blocks
-        assert not self.state.host.adapters.users
-        check_host(self.state.host, self.config.block_size)
-        for host, name in self.kept:
-            assert digest(host) == name, "an old state has changed"
-        for host, name in self.kept[:: max(1, len(self.kept) // 5)]:
+        self.machine.drain()
+        kept = self.machine.kept
+        for host, name in kept[:: max(1, len(kept) // 5)]:
             text = json.dumps(to_plain(host))
             assert digest(from_plain(json.loads(text))) == name
-
-    def drain(self) -> None:
-        """Without new requests everything ends, in a bounded number of steps."""
-        for _ in range(STEPS_TO_DRAIN):
-            if self.state.host.idle:
-                return
-            self.step()
-            while self.asked:
-                name, source = self.asked.pop()
-                self.state = deliver(self.state, loaded(name, "v1", RANKS["v1"], source))
-                if name in self.state.host.adapters.names:
-                    self.load_came_out(name, self.state.host.adapters.names[name])
-        raise AssertionError(f"after {STEPS_TO_DRAIN} steps these still live: {sorted(self.live)}")
-
-
-def check_extras(config: Config, completion: Completion, told: Told) -> None:
-    """Texts, scores and hidden states of a request that ended, whatever happened on the way."""
-    sampling, prompt = told.request.sampling, told.prompt
-    if sampling.stream and completion.finish_reason in (FinishReason.STOP, FinishReason.LENGTH):
-        assert told.streamed == completion.text
-    assert completion.text.startswith(told.streamed)
-    if sampling.logprobs is None:
-        assert completion.top_ids is None
-    else:
-        wanted = [[t + k for k in range(sampling.logprobs)] for t in told.tokens]
-        assert completion.top_ids.tolist() == wanted
-    if completion.finish_reason in (FinishReason.CAPACITY, FinishReason.ERROR):
-        return
-    contexts: list[list[bytes]] = [[]]
-    for token in told.sequence:
-        cell = cell_after(contexts[-1], config.weights, told.version, token)
-        contexts.append([*contexts[-1], cell])
-    if sampling.prompt_logprobs is not None and told.index == 0:
-        scores = [
-            scores_of(context, max(token, -1), sampling.prompt_logprobs)
-            for context, token in zip(contexts[1:], prompt[1:], strict=False)
-        ]
-        assert completion.prompt_logprobs.tolist()[1:] == [logprob for logprob, _ in scores]
-        assert completion.prompt_top_ids.tolist()[1:] == [ids for _, ids in scores]
-    for layer in told.request.hidden_layers:
-        read = contexts[1 : len(prompt) + max(len(told.tokens) - 1, 0) + 1]
-        wanted = [[state_of(context, layer)] for context in read]
-        assert completion.hidden_states[layer].tolist() == wanted
-
-
-def check_plan(before: EngineState, plan: StepPlan) -> None:
-    """Limits of one step, and that it touches only what it may (9.4, 21.14; design, section 3)."""
-    config, ledger = before.config, before.host.adapters
-    assert len(plan.tokens_T) == plan.count_R.sum() <= config.max_batched_tokens
-    assert len(plan.row_ids) <= config.max_rows
-    assert all(plan.count_R > 0)
-    active = {place.version for place in plan.residents}
-    assert len(active) <= config.max_active_adapters
-    running = {v for v in before.host.rows.versions if v is not None}
-    lost = set(plan.overwrites.adapters)
-    assert not lost & active or lost & active <= {u.version for u in plan.uploads}
-    assert not lost & pinned_versions(ledger), "a pinned adapter was evicted"
-    if not plan.num_preempted and not plan.ended:
-        assert not lost & running, "a running request's adapter was evicted"
-    uploaded = [place.version for place in plan.uploads]
-    assert len(set(uploaded)) == len(uploaded)
-    assert set(uploaded) <= active
 
 
 def test_every_request_gets_what_it_gets_alone() -> None:

@@ -1,0 +1,27 @@
+"""`python -m tests.simulation --steps 1000000 --seed N`: the engine's decisions, at length."""
+
+import argparse
+import sys
+
+from purestep.simulation.longrun import Failure, long_run, report
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
+    parser.add_argument("--steps", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--configs", type=int, default=50)
+    args = parser.parse_args()
+    try:
+        coverage = long_run(args.steps, args.seed, args.configs)
+    except Failure as failure:
+        print(report(failure, args.seed))
+        return 1
+    print(coverage.table())
+    print(", ".join(f"{count:,} {kind}" for kind, count in coverage.events.most_common()))
+    print(f"no law was broken in {coverage.events['step']:,} steps, seed {args.seed}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

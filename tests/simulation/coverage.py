@@ -1,0 +1,105 @@
+"""How often a run went through the transitions where engines go wrong."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from purestep.simulation.machine import Event
+from purestep.state.engine import EngineState
+from purestep.state.plan import StepPlan
+
+TRANSITIONS = (
+    "preemption",
+    "preemption while requests wait for a load",
+    "eviction of a cached block and later re-hit",
+    "adapter eviction with waiters",
+    "failed load",
+    "drain on unload",
+    "abort in mid-prefill",
+    "branch on a partial block",
+    "hit ending inside embeddings",
+    "restore",
+    "fork into another pool size",
+    "recovery of a failed step",
+    "promise to a request that waited too long",
+)
+
+
+@dataclass
+class Coverage:
+    """Counts of transitions and of events; `see` is told each event (`Machine.sees`)."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    events: Counter[str] = field(default_factory=Counter)
+    evicted: set[bytes] = field(default_factory=set)
+
+    def see(
+        self, event: Event, before: EngineState, after: EngineState, plan: StepPlan | None
+    ) -> None:
+        kind, arguments = event
+        old, new = before.host, after.host
+        if plan is not None:
+            self.events["step"] += 1
+            self._see_step(before, after, plan)
+            return
+        if old is new:
+            return
+        self.events[kind] += 1
+        match kind:
+            case "load_fails":
+                self.counts["failed load"] += len(new.ended) > len(old.ended)
+            case "unload" if arguments["running"] == "drain":
+                version = old.adapters.names.get(arguments["name"])
+                drains = version in new.adapters.users
+                self.counts["drain on unload"] += drains
+            case "abort":
+                rows = old.rows
+                begun = (rows.num_computed_R > 0) & (rows.num_computed_R < rows.num_tokens_R - 1)
+                self.counts["abort in mid-prefill"] += any(
+                    halfway and key not in new.requests
+                    for key, halfway in zip(rows.ids, begun.tolist(), strict=True)
+                )
+            case "branch":
+                copies = len(new.copies) - len(old.copies)
+                self.counts["branch on a partial block"] += copies
+            case "restore":
+                self.counts["restore"] += 1
+            case "fork":
+                self.counts["fork into another pool size"] += 1
+            case "fail":
+                self.counts["recovery of a failed step"] += 1
+
+    def _see_step(self, before: EngineState, after: EngineState, plan: StepPlan) -> None:
+        old, new = before.host, after.host
+        if plan.num_preempted:
+            self.counts["preemption"] += 1
+            loads = any(old.requests[key].loading for key in old.waiting)
+            self.counts["preemption while requests wait for a load"] += loads
+        for block in plan.overwrites.blocks:
+            digest = old.blocks.digest_of.get(block)
+            if digest is not None and old.blocks.block_of.get(digest) == block:
+                self.evicted.add(digest)
+        if plan.num_hit_tokens:
+            self._see_hits(before, plan)
+        evicted = [v for v in old.adapters.resident if v not in new.adapters.resident]
+        self.counts["adapter eviction with waiters"] += any(
+            v in new.adapters.users for v in evicted
+        )
+        promises = {r.version for r in new.adapters.reservations}
+        promises -= {r.version for r in old.adapters.reservations}
+        self.counts["promise to a request that waited too long"] += len(promises)
+
+    def _see_hits(self, before: EngineState, plan: StepPlan) -> None:
+        running, size = set(before.host.rows.ids), before.config.block_size
+        for key, start in zip(plan.row_ids, plan.start_R.tolist(), strict=True):
+            if key in running or not start:
+                continue
+            record = before.host.requests[key]
+            again = self.evicted.intersection(record.digests[: start // size])
+            self.counts["eviction of a cached block and later re-hit"] += bool(again)
+            self.evicted -= again
+            inside = (record.request.tokens[start - 1 : start + 1] == -1).sum() == 2
+            self.counts["hit ending inside embeddings"] += bool(inside)
+
+    def table(self) -> str:
+        """One line a transition."""
+        return "\n".join(f"{self.counts[name]:>9,}  {name}" for name in TRANSITIONS)

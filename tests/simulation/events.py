@@ -1,0 +1,132 @@
+"""Random configs and events of a numpy Generator, for runs longer than Hypothesis makes."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from purestep.simulation.machine import Event, Machine
+from purestep.simulation.world import NAMES, RANKS
+
+PROMPTS = (
+    (1, 3, 4, 5, 1, 3, 5, 6, 3, 3, 0, 1, 4, 5, 6, 7, 10, 0),
+    (1, 3, 4, 5, 0, 0, 0, 0, 1, 1, 0, 1, 4, 5, 6, 7, 10, 0),
+    (4, 4, 1, 5, 1, 3, 5, 6, 3, 3),
+)
+MOST_LIVE = 12
+WEIGHTS = {  # of 1000 events
+    "step": 600,
+    "submit": 170,
+    "branch": 35,
+    "abort": 25,
+    "load": 20,
+    "load_returns": 55,
+    "load_fails": 30,
+    "register": 25,
+    "unload": 14,
+    "pin": 10,
+    "fail": 5,
+    "restore": 4,
+    "fork": 3,
+    "flush": 2,
+    "adopt": 2,
+}
+KINDS = tuple(WEIGHTS)
+BOUNDS = np.cumsum(list(WEIGHTS.values()))
+SAMPLINGS: tuple[dict[str, Any], ...] = (
+    {},
+    {},
+    {},
+    {"temperature": 0.7},
+    {"temperature": 0.7, "top_k": 3, "n": 3},
+    {"stop_ids": (7, 10)},
+    {"stop": ("é", "ab"), "stream": True},
+    {"logprobs": 2, "prompt_logprobs": 1},
+    {"min_tokens": 1, "repetition_penalty": 1.5, "banned_ids": (5, 4)},
+    {"temperature": 0.7, "frequency_penalty": -0.5, "logit_bias": ((3, 2.0), (1, -1.0))},
+)
+
+
+def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
+    return choices[int(rng.integers(len(choices)))]
+
+
+def random_config(rng: np.random.Generator) -> dict[str, Any]:
+    """What a config has other than `world.DEFAULTS`."""
+    return {
+        "block_size": pick(rng, (1, 2, 4, 4)),
+        "num_blocks": int(rng.integers(7, 15)),
+        "max_rows": pick(rng, (2, 3, 4, 5)),
+        "max_batched_tokens": int(rng.integers(5, 15)),
+        "max_active_adapters": int(rng.integers(1, 4)),
+        "lora_rows": pick(rng, (16, 24)),
+        "prefix_caching": pick(rng, (True, True, True, False)),
+        "long_prefill_threshold": pick(rng, (0, 3)),
+        "adapter_age_limit": pick(rng, (0, 3, 12)),
+        "adapter_preemption": pick(rng, (False, True)),
+    }
+
+
+def first_events(rng: np.random.Generator) -> list[Event]:
+    """Adapters to begin with: some known, some loaded."""
+    events: list[Event] = [("register", {"name": name}) for name in NAMES]
+    name, version = pick(rng, NAMES), pick(rng, tuple(RANKS))
+    return [*events, ("load", {"name": name, "version": version, "again": True})]
+
+
+def random_event(rng: np.random.Generator, machine: Machine) -> Event:
+    """What happens next."""
+    kind = KINDS[int(np.searchsorted(BOUNDS, rng.integers(BOUNDS[-1]), side="right"))]
+    crowded = len(machine.live) >= MOST_LIVE and kind in ("submit", "branch")
+    vain = kind in ("load_returns", "load_fails") and not machine.asked
+    if crowded or vain:
+        return "step", {}
+    return kind, _arguments(rng, machine, kind)
+
+
+def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[str, Any]:
+    match kind:
+        case "submit":
+            return random_request(rng, machine.number)
+        case "abort" | "load_fails":
+            return {"pick": int(rng.integers(12))}
+        case "branch":
+            return {"pick": int(rng.integers(12)), "count": pick(rng, (1, 1, 2))}
+        case "load_returns":
+            return {"pick": int(rng.integers(12)), "version": pick(rng, tuple(RANKS))}
+        case "load":
+            found = {"version": pick(rng, tuple(RANKS)), "again": bool(rng.integers(4))}
+            return {"name": pick(rng, NAMES), **found}
+        case "unload":
+            running = pick(rng, ("drain", "drain", "abort", "refuse"))
+            return {"name": pick(rng, NAMES), "running": running}
+        case "register" | "pin":
+            return {"name": pick(rng, NAMES)}
+        case "fork":
+            return {"num_blocks": int(rng.integers(7, 15))}
+        case "adopt":
+            return {"weights": f"weights {machine.number}"}
+    return {}
+
+
+def random_request(rng: np.random.Generator, number: int) -> dict[str, Any]:
+    """The words of a request that nobody has submitted yet."""
+    length, max_tokens = int(rng.integers(1, 19)), int(rng.integers(1, 15))
+    last = pick(rng, (5, 5, 9))
+    scored = int(rng.integers(40)) == 0
+    sampling = {"prompt_logprobs": 1} if scored else pick(rng, SAMPLINGS)
+    return {
+        "id": f"r{number}",
+        "tokens": (*pick(rng, PROMPTS)[: length - 1], last),
+        "embeds": int(rng.integers(1, 10)) if rng.integers(8) == 0 else None,
+        "adapter": pick(rng, (None, *NAMES, *NAMES)),
+        "salt": pick(rng, (None, None, None, "x", "sql")),
+        "priority": pick(rng, (0, 0, -1, 2)),
+        "hidden_layers": (0, -1) if rng.integers(16) == 0 else (),
+        "sampling": {
+            "temperature": 0.0,
+            **sampling,
+            "max_tokens": 0 if scored else max_tokens,
+            "ignore_eos": bool(rng.integers(2)),
+        },
+    }

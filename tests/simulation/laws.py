@@ -1,0 +1,246 @@
+"""The state laws of multi_lora.md, section 21 (items 1 to 5 and 13 to 20), one function each.
+
+A law of a state takes a HostState; a law of a step takes the states before and after it and the
+plan between them. All assert and return nothing; `check_state` and `check_step` assert them all.
+B block size, R rows of a plan.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+
+import numpy as np
+
+from purestep.engine.config import Config
+from purestep.engine.policy import Order
+from purestep.simulation.device import ToyDevice
+from purestep.state.adapters import check_adapters, pinned_versions
+from purestep.state.blocks import check_blocks, free_order
+from purestep.state.engine import HostState, block_holders, check_rows
+from purestep.state.plan import StepPlan
+from purestep.state.request import RequestState
+
+Contents = dict[bytes, tuple]
+
+
+def check_state(config: Config, host: HostState, device: ToyDevice) -> None:
+    """Every law of one state."""
+    check_rows(host, config.block_size)
+    law_1_places(host)
+    law_4_rows_of_one_owner(host, device)
+    law_18_references(host)
+    law_20_no_hit_crosses_versions(host)
+
+
+def check_step(
+    config: Config, before: HostState, after: HostState, plan: StepPlan, order: Order
+) -> None:
+    """Every law of one step, whose policy gave `order`."""
+    check_plan(config, before, plan)
+    front = after.waiting[: plan.num_preempted]
+    assert front == tuple(key for key in order.running if key in front), "preempted out of turn"
+    law_2_used_is_active(before, plan)
+    law_5_least_recently_used(config, before, after, plan)
+    law_13_tokens_and_owners(config, before, plan)
+    law_14_distinct_adapters(after)
+    law_14_first_come_first_served(before, plan, order)
+    law_15_base_is_never_delayed(before, plan, order)
+    law_15_a_promise_is_kept(before, after)
+    law_17_hits(config, before, plan)
+    law_19_reuse_order(before, after)
+
+
+def check_plan(config: Config, before: HostState, plan: StepPlan) -> None:
+    """Limits of one step, and that it touches only what it may (9.4; design, section 3)."""
+    assert len(plan.tokens_T) == plan.count_R.sum() <= config.max_batched_tokens
+    assert len(plan.row_ids) <= config.max_rows
+    assert (plan.count_R > 0).all()
+    active = {place.version for place in plan.residents}
+    lost, running = set(plan.overwrites.adapters), set(before.rows.versions)
+    uploaded = [place.version for place in plan.uploads]
+    assert len(set(uploaded)) == len(uploaded)
+    assert lost & active <= set(uploaded) <= active
+    if not plan.num_preempted and not plan.ended:
+        assert not lost & running, "a running request's adapter was evicted"
+
+
+def law_1_places(host: HostState) -> None:
+    """21.1: active are the non-empty slots, no version twice; active are among the registered,
+    neither are more than there is room for."""
+    check_adapters(host.adapters)
+
+
+def law_2_used_is_active(before: HostState, plan: StepPlan) -> None:
+    """21.2: every adapter that a step uses is active in it, and no other takes part."""
+    used = {before.requests[key].version for key in plan.row_ids} - {None}
+    assert used == {place.version for place in plan.residents}
+
+
+def law_3_pins_stay(before: HostState, after: HostState, kind: str) -> None:
+    """21.3: what is pinned stays active and registered whatever happens (`kind` of event), until it
+    is unpinned, unloaded or bound anew; a failed load changes nothing for adapters and rows."""
+    old, new = before.adapters, after.adapters
+    assert set(old.pins) <= set(new.pins) or kind in ("unload", "pin")
+    for name in set(old.pins) & set(new.pins):
+        version = old.names[name]
+        if new.names[name] == version:
+            assert version in new.registered
+            assert version in new.resident or version not in old.resident
+    if kind == "load_fails":
+        for part in ("names", "registered", "resident", "host_order", "device_order", "users"):
+            assert getattr(old, part) == getattr(new, part)
+        assert after.rows is before.rows
+        assert after.blocks is before.blocks
+
+
+def law_4_rows_of_one_owner(host: HostState, device: ToyDevice) -> None:
+    """21.4: the rows of a resident adapter hold just its version, part after part, and nothing of
+    who had them before."""
+    for version, place in host.adapters.resident.items():
+        held = [device.row_blocks.get(block) for block in place.row_blocks]
+        assert held == [(version, part) for part in range(len(held))]
+
+
+def law_5_least_recently_used(
+    config: Config, before: HostState, after: HostState, plan: StepPlan
+) -> None:
+    """21.5, the trace of 9.3 as a rule: a step's adapters become the most recently used, all
+    others keep their order, and who is evicted is the least recently used that may be."""
+    old, new = before.adapters, after.adapters
+    used = {place.version for place in plan.residents} | set(after.rows.versions)
+    unused = [v for v in new.device_order if v not in used]
+    assert list(new.device_order[: len(unused)]) == unused
+    assert unused == [v for v in old.device_order if v in unused]
+    evicted = {v for v in old.device_order if v not in new.resident and v in new.registered}
+    evicted -= set(before.rows.versions)  # of rows that were preempted: another order of events
+    if not evicted:
+        return
+    newest = max(old.device_order.index(v) for v in evicted)
+    soon = {before.requests[key].version for key in before.waiting}
+    promised = {v for r in (*old.reservations, *new.reservations) for v in r.victims}
+    spared = used | soon | promised | pinned_versions(old) | set(before.rows.versions)
+    older = {v for v in old.device_order[:newest] if v in new.registered}
+    assert older <= evicted | spared, "an adapter was evicted before a less recently used one"
+
+
+def law_13_tokens_and_owners(config: Config, before: HostState, plan: StepPlan) -> None:
+    """21.13: as many tokens as the rows count, as many draws as rows draw, and each row's slot is
+    its owner's."""
+    assert len(plan.tokens_T) == plan.count_R.sum()
+    drawn = int(plan.sampled_R.sum())
+    columns = (plan.sampling.stream_S, plan.sampling.position_S, plan.sampling.temperature_S)
+    assert all(len(column) == drawn for column in columns)
+    slot_of = {place.version: place.slot for place in plan.residents}
+    owners = [before.requests[key].version for key in plan.row_ids]
+    assert plan.slot_R.tolist() == [slot_of.get(v, -1) for v in owners]
+    ends = (plan.start_R + plan.count_R)[plan.sampled_R]
+    assert plan.sampling.position_S.tolist() == ends.tolist()
+    blocks_R = -(-(plan.start_R + plan.count_R) // config.block_size)
+    assert [len(table) for table in plan.tables] == blocks_R.tolist()
+
+
+def law_14_distinct_adapters(host: HostState) -> None:
+    """21.14: the distinct adapters of all running requests, and the pinned ones that are resident
+    beside them, fit the slots."""
+    ledger = host.adapters
+    running = set(host.rows.versions) - {None}
+    assert len(running | (pinned_versions(ledger) & set(ledger.resident))) <= ledger.num_slots
+
+
+def law_14_first_come_first_served(before: HostState, plan: StepPlan, order: Order) -> None:
+    """21.14: among the requests of one adapter those in front are admitted first."""
+    admitted, ended = set(plan.row_ids), {completion.key for completion in plan.ended}
+    left: set[str | None] = set()
+    for key in order.waiting:
+        record = before.requests[key]
+        if record.loading or key in ended:
+            continue
+        if key not in admitted:
+            left.add(record.version)
+        assert key not in admitted or record.version not in left, f"{key} went first"
+
+
+def law_15_base_is_never_delayed(before: HostState, plan: StepPlan, order: Order) -> None:
+    """21.15: nobody who stands behind a request of the base model is admitted before it."""
+    admitted, ended = set(plan.row_ids), {completion.key for completion in plan.ended}
+    waits = [key for key in order.waiting if key not in ended and not before.requests[key].loading]
+    base = [key not in admitted and before.requests[key].version is None for key in waits]
+    if any(base):
+        assert not admitted & set(waits[base.index(True) :]), "a base request was overtaken"
+
+
+def law_15_a_promise_is_kept(before: HostState, after: HostState) -> None:
+    """21.15, what bounds the wait (11.3): the rows that a promised place waits for do not become
+    more, and no adapter but those that have a promise comes in."""
+    promises = before.adapters.reservations
+    standing = {r.version for r in after.adapters.reservations}
+    for promise in promises:
+        if promise.version in standing:
+            for victim in promise.victims:
+                had, has = before.rows.versions.count(victim), after.rows.versions.count(victim)
+                assert has <= had, f"{victim} got a new row before {promise.version} came in"
+    if standing & {r.version for r in promises}:
+        came = set(after.adapters.resident) - set(before.adapters.resident)
+        assert came <= {r.version for r in promises}, "another adapter came in before the promised"
+
+
+def law_16_keys_are_contents(
+    config: Config, record: RequestState, sequence: Sequence[int], known: Contents, names: dict
+) -> None:
+    """21.16: equal keys if and only if equal weights, adapter version, salt, tokens and embeddings
+    up to the block's end. `known` and `names` are all keys and contents met so far; `sequence` is
+    what the caller knows of the request's tokens."""
+    who = (config.kv_identity, record.version, record.request.salt)
+    for k, digest in enumerate(record.digests, start=1):
+        content = (*who, *sequence[: k * config.block_size])
+        assert known.setdefault(digest, content) == content, "two contents have one key"
+        assert names.setdefault(content, digest) == digest, "one content has two keys"
+
+
+def law_17_hits(config: Config, before: HostState, plan: StepPlan) -> None:
+    """21.17: a hit is whole blocks and leaves the last token to be computed."""
+    running = set(before.rows.ids)
+    starts = zip(plan.row_ids, plan.start_R.tolist(), strict=True)
+    hits = {key: start for key, start in starts if key not in running}
+    assert sum(hits.values()) == plan.num_hit_tokens
+    for key, start in hits.items():
+        record = before.requests[key]
+        known = len(record.request.tokens) + len(record.generated)
+        assert start % config.block_size == 0
+        assert start <= known - 1
+
+
+def law_18_references(host: HostState) -> None:
+    """21.18: reference counts are the number of holders; a block without one is in the free queue,
+    no other is."""
+    check_blocks(host.blocks, block_holders(host))
+
+
+def law_19_reuse_order(before: HostState, after: HostState) -> None:
+    """21.19: blocks without a key at the head, then the least recently released, the tail of a
+    chain before its head."""
+    old, new = before.blocks, after.blocks
+    assert not any(s < 0 and b in new.digest_of for s, b in new.queue.items())
+    for row, key in enumerate(before.rows.ids):
+        if key in after.rows.ids:
+            continue
+        chain = zip(before.rows.tables[row].tolist(), before.requests[key].digests, strict=False)
+        freed = [b for b, d in chain if old.refs[b] == 1 and new.digest_of.get(b) == d]
+        stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
+        assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
+    queued = [b for b in free_order(old) if b in old.digest_of]
+    lost = [new.digest_of.get(b) != old.digest_of[b] for b in queued]
+    if any(lost):
+        newest = int(np.flatnonzero(lost)[-1])
+        for block, gone in zip(queued[:newest], lost, strict=False):
+            moved = block in new.refs or new.stamp_of.get(block) != old.stamp_of[block]
+            assert gone or moved, "a block was reused before one released earlier"
+
+
+def law_20_no_hit_crosses_versions(host: HostState) -> None:
+    """21.20: what a row holds under a key is its own chain, of its own adapter's version; and all
+    blocks before one that has a key have one, or never had."""
+    for row, key in enumerate(host.rows.ids):
+        digests = host.requests[key].digests
+        for k, block in enumerate(host.rows.tables[row].tolist()):
+            found = host.blocks.digest_of.get(block)
+            assert found is None or digests[k] == found, f"{key} holds another's block {block}"

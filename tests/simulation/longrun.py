@@ -1,0 +1,135 @@
+"""A long run of random events over many configs, and the shortening of one that failed."""
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from purestep.engine.policy import by_priority, fcfs
+from purestep.simulation.coverage import Coverage
+from purestep.simulation.events import first_events, pick, random_config, random_event
+from purestep.simulation.machine import Event, Machine
+from purestep.simulation.world import toy_config
+
+POLICIES = {"fcfs": fcfs, "by_priority": by_priority}
+STEPS_OF_ONE_STATE = 2000
+KEPT_STATES = 500  # one in so many events
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class World:
+    """What a run of events starts from."""
+
+    config: dict[str, Any]
+    policy: str
+
+    def machine(self, **options: Any) -> Machine:
+        return Machine(toy_config(**self.config), POLICIES[self.policy], **options)
+
+
+class Failure(Exception):
+    """A run that broke a law; its cause tells which."""
+
+    def __init__(self, world: World, events: Sequence[Event], cause: BaseException) -> None:
+        super().__init__(f"after {len(events)} events: {caught_by(cause)}: {cause}")
+        self.world, self.events = world, list(events)
+
+
+def caught_by(cause: BaseException) -> str:
+    """Which law an exception comes from: the innermost one it was raised in."""
+    frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
+    laws = [name for name in frames if name.startswith(("law_", "check_"))]
+    return laws[-1] if laws and isinstance(cause, AssertionError) else type(cause).__name__
+
+
+def random_world(seed: int, number: int) -> World:
+    rng = np.random.default_rng((seed, number))
+    config = random_config(rng)
+    return World(config=config, policy=pick(rng, ("fcfs", "fcfs", "by_priority")))
+
+
+def run_random(world: World, rng: np.random.Generator, num_steps: int, **options: Any) -> None:
+    """Let random events happen to a new state until `num_steps` of them were steps, then let
+    everything end. Raises Failure."""
+    machine, events, steps = world.machine(**options), [], 0
+    queue = first_events(rng)
+    try:
+        while steps < num_steps:
+            event = queue.pop(0) if queue else random_event(rng, machine)
+            events.append(event)
+            machine.do(event)
+            steps += machine.plan is not None
+        machine.drain()
+    except Exception as error:
+        raise Failure(world, events, error) from error
+
+
+def run_events(world: World, events: Sequence[Event], **options: Any) -> BaseException | None:
+    """What goes wrong in a list of events, if anything does."""
+    machine = world.machine(**options)
+    try:
+        for event in events:
+            machine.do(event)
+        machine.drain()
+    except Exception as error:
+        return error
+    return None
+
+
+def shortened(
+    events: Sequence[Event], fails: Callable[[Sequence[Event]], bool], seconds: float = 60
+) -> list[Event]:
+    """The list without whatever it fails without: halves first, single events last."""
+    left, size, end = list(events), max(1, len(events) // 2), time.monotonic() + seconds
+    while time.monotonic() < end:
+        at, before = 0, len(left)
+        while at < len(left) and time.monotonic() < end:
+            fewer = [*left[:at], *left[at + size :]]
+            if fails(fewer):
+                left = fewer
+            else:
+                at += size
+        if size == 1 and len(left) == before:
+            break
+        size = max(1, size // 2)
+    return left
+
+
+def report(failure: Failure, seed: int) -> str:
+    """What to put into a bug report: the seed, and as few events as still fail."""
+    world = failure.world
+    few = shortened(failure.events, lambda some: run_events(world, some) is not None)
+    lines = [json.dumps(event, ensure_ascii=False) for event in few]
+    head = f"{failure}\nseed {seed}, {world}\n{len(few)} events are enough:"
+    return "\n".join([head, *lines, f"which fail with: {run_events(world, few)!r}"])
+
+
+def long_run(
+    num_steps: int, seed: int, num_configs: int, tells: Callable[[str], object] = print
+) -> Coverage:
+    """`num_steps` steps over `num_configs` configs, every law checked after each. Raises Failure.
+
+    Each config's share is run on states of `STEPS_OF_ONE_STATE` steps each, so that a failure is
+    near the beginning of its list of events.
+    """
+    coverage, start = Coverage(), time.perf_counter()
+    share = -(-num_steps // num_configs)
+    for number in range(num_configs):
+        world, left, part = random_world(seed, number), share, 0
+        while left > 0:
+            rng = np.random.default_rng((seed, number, part))
+            count = min(left, STEPS_OF_ONE_STATE)
+            coverage.evicted.clear()
+            run_random(world, rng, count, keep=KEPT_STATES, sees=coverage.see)
+            left, part = left - count, part + 1
+        elapsed, steps = time.perf_counter() - start, coverage.events["step"]
+        events = coverage.events.total()
+        tells(
+            f"config {number + 1:>3}: {steps:>9,} steps, {events:>9,} events, "
+            f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
+        )
+    return coverage

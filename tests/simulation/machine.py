@@ -1,0 +1,370 @@
+"""An engine on the toy device and a caller who knows what it must say: fed with events as data.
+
+An event is `(kind, arguments)` in plain JSON types, so that a list of them is a run that anyone can
+store, shorten and repeat. Whom an event means is a number counted round those there are; an event
+that has no object does nothing, so any part of a list is a run too.
+
+| event | arguments |
+|---|---|
+| `submit` | `id`, `tokens`, `embeds` (number of embeddings), `sampling`, other fields of Request |
+| `step`, `fail` | a step; one whose execute raises after it has written, then recovery |
+| `abort`, `branch` | `pick`; `pick`, `count` |
+| `register`, `load` | `name`; `name`, `version`, `again` (from a file, or from tensors) |
+| `load_returns`, `load_fails` | `pick` among the loads asked for, `version`; `pick` |
+| `unload`, `pin` | `name`, `running`; `name` (or unpin it) |
+| `flush`, `adopt` | forget cached prefixes; other `weights` |
+| `restore`, `fork` | through canonical JSON; into a pool of `num_blocks` |
+"""
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from immutables import Map
+
+from purestep.engine.adapters import (
+    AdapterFailed,
+    deliver,
+    deliver_loaded,
+    pin_adapter,
+    register_adapter,
+    unload_adapter,
+    unpin_adapter,
+)
+from purestep.engine.config import Config
+from purestep.engine.fork import renumbered
+from purestep.engine.policy import Order, Policy, fcfs
+from purestep.engine.renewal import adopt, flush
+from purestep.engine.requests import abort, branch, submit
+from purestep.engine.schedule import schedule
+from purestep.engine.step import without_overwritten
+from purestep.simulation.device import tear, toy_step
+from purestep.simulation.laws import (
+    check_state,
+    check_step,
+    law_3_pins_stay,
+    law_16_keys_are_contents,
+)
+from purestep.simulation.told import (
+    Told,
+    branched,
+    expected_end,
+    expected_token,
+    judge_completion,
+    must,
+    told_of,
+)
+from purestep.simulation.world import RANKS, loaded, toy_state
+from purestep.state.canonical import digest, from_plain, to_plain
+from purestep.state.engine import EngineState, HostState, progress
+from purestep.state.errors import AdapterError, ConfigError, RequestError, UnknownAdapterError
+from purestep.state.hashing import request_seed
+from purestep.state.plan import Outputs, StepPlan, StepResult
+from purestep.state.request import Request
+from purestep.state.sampling import SamplingParams
+
+Event = tuple[str, Mapping[str, Any]]
+Sees = Callable[[Event, EngineState, EngineState, StepPlan | None], object]
+STEPS_TO_DRAIN = 1500
+
+
+@dataclass(frozen=True)
+class _Program:
+    """As much of a program as `adopt` looks at."""
+
+    config: Config
+
+
+class Machine:
+    """The engine's state, and what its caller knows; `do` is the only way to go on.
+
+    `laws` off leaves the output law alone. Every `keep`-th host state is kept with its digest and
+    compared at the end. `sees` is told each event with the states around it.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        policy: Policy = fcfs,
+        *,
+        laws: bool = True,
+        keep: int = 1,
+        sees: Sees | None = None,
+    ) -> None:
+        self.policy, self.laws, self.keep, self.sees = policy, laws, keep, sees
+        self.state: EngineState = toy_state(config)
+        self.live: dict[str, Told] = {}
+        self.number = 0
+        self.asked: list[tuple[str, str]] = []  # loads the engine wants and has not got
+        self.kept: list[tuple[HostState, str]] = []
+        self.known: dict[bytes, tuple] = {}
+        self.names: dict[tuple, bytes] = {}
+
+    @property
+    def config(self) -> Config:
+        return self.state.config
+
+    @property
+    def bound(self) -> Map[str, str]:
+        return self.state.host.adapters.names
+
+    def do(self, event: Event) -> None:
+        """Let an event happen. Raises Astray where the output law breaks, AssertionError where
+        another law does."""
+        kind, arguments = event
+        before, self.plan = self.state, None
+        getattr(self, f"_{kind}")(**arguments)
+        self.number += 1
+        if self.laws:
+            self._check_laws(kind, before)
+        if self.sees is not None:
+            self.sees(event, before, self.state, self.plan)
+        if self.keep and self.number % self.keep == 0:
+            self.kept.append((self.state.host, digest(self.state.host)))
+
+    def drain(self) -> None:
+        """Without new requests everything ends, in a bounded number of steps, and nothing stays
+        held; no host state that was kept has changed."""
+        for _ in range(STEPS_TO_DRAIN):
+            if self.state.host.idle:
+                break
+            self.do(("step", {}))
+            while self.asked:
+                self.do(("load_returns", {"pick": 0, "version": "v1"}))
+        must(self.state.host.idle and not self.live, f"still live: {sorted(self.live)}")
+        if self.laws:
+            assert self.state.host.blocks.num_free == self.config.num_blocks
+            assert not self.state.host.adapters.users
+        for host, name in self.kept:
+            assert digest(host) == name, "an old state has changed"
+
+    def _check_laws(self, kind: str, before: EngineState) -> None:
+        host, old = self.state.host, before.host
+        check_state(self.config, host, self.state.device)
+        if self.plan is not None:
+            check_step(self.config, old, host, self.plan, self.order)
+        law_3_pins_stay(old, host, kind)
+        for key, record in host.requests.items():
+            if not record.loading and old.requests.get(key) is not record:
+                sequence = self.live[key].sequence
+                law_16_keys_are_contents(self.config, record, sequence, self.known, self.names)
+        prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
+        assert set(self.state.blobs) == {*host.adapters.registered, *prompts}
+        assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
+
+    # --- requests
+
+    def _submit(self, id: str, embeds: int | None, sampling: Mapping[str, Any], **words) -> None:
+        request = Request(id=id, sampling=SamplingParams(**sampling), **with_embeds(words, embeds))
+        name, given = request.adapter, request.sampling.seed
+        known = {*self.bound, *self.state.host.adapters.sources, None}
+        length = len(request.tokens) or len(request.prompt_embeds)
+        blocks = -(-(length + (request.sampling.max_tokens > 0)) // self.config.block_size)
+        taken = any(id in (key, told.request.id) for key, told in self.live.items())
+        if name not in known or blocks > self.config.num_blocks or taken:
+            with refused(RequestError):
+                submit(self.state, request)
+            return
+        self.state = submit(self.state, request)
+        seed = request_seed(self.config.seed, request.id) if given is None else given
+        version, bound = self.bound.get(name), name is None or name in self.bound
+        for index in range(request.sampling.n):
+            key = f"{request.id}#{index}" if index else request.id
+            self.live[key] = told_of(request, version, seed, bound, index)
+
+    def _abort(self, pick: int) -> None:
+        requests = sorted(self.state.host.requests)
+        if not requests:
+            return
+        request_id = requests[pick % len(requests)]
+        samples = [k for k, told in self.live.items() if request_id in (k, told.request.id)]
+        for key in samples:
+            told = self.live.pop(key)
+            if key in self.state.host.requests:
+                found = progress(self.state.host, key).generated.tolist()
+                must(found == told.tokens, f"{key} has other tokens than it was told")
+        self.state = abort(self.state, request_id)
+
+    def _branch(self, pick: int, count: int) -> None:
+        host = self.state.host
+        choice = host.rows.ids or sorted(host.requests)
+        if not choice:
+            return
+        request_id = choice[pick % len(choice)]
+        new_ids = [f"{request_id[:40]}.{self.number}.{i}" for i in range(count)]
+        self.state = branch(self.state, request_id, new_ids)
+        for new_id in new_ids:
+            self.live[new_id] = branched(self.live[request_id], new_id)
+
+    # --- adapters
+
+    def _register(self, name: str) -> None:
+        try:
+            self.state = register_adapter(self.state, f"/{name}", name=name)
+        except AdapterError:
+            pinned = name in self.state.host.adapters.pins
+            must(pinned and name not in self.state.host.adapters.sources, f"{name} is not pinned")
+
+    def _load(self, name: str, version: str, again: bool) -> None:
+        event = loaded(name, version, RANKS[version], f"/{name}" if again else None)
+        try:
+            self.state = deliver_loaded(self.state, event)
+        except AdapterError:
+            return
+        self._load_came_out(name, version)
+
+    def _load_came_out(self, name: str, version: str) -> None:
+        must(self.bound.get(name) == version, f"{name} is bound to {self.bound.get(name)}")
+        for told in self.live.values():
+            if not told.bound and told.request.adapter == name:
+                told.version, told.bound = version, True
+
+    def _load_returns(self, pick: int, version: str) -> None:
+        if not self.asked:
+            return
+        name, source = self.asked.pop(pick % len(self.asked))
+        self.state = deliver(self.state, loaded(name, version, RANKS[version], source))
+        if self.bound.get(name) == version:
+            self._load_came_out(name, version)
+
+    def _load_fails(self, pick: int) -> None:
+        if self.asked:
+            name, source = self.asked.pop(pick % len(self.asked))
+            failed = AdapterFailed(name=name, error="gone", source=source)
+            self.state = deliver(self.state, failed)
+
+    def _unload(self, name: str, running: str) -> None:
+        if name not in self.state.host.adapters.sources and name not in self.bound:
+            with refused(UnknownAdapterError):
+                unload_adapter(self.state, name)
+            return
+        mine = [self.live.get(key) for key in self.state.host.requests]
+        mine = [told for told in mine if told is not None and told.request.adapter == name]
+        if running == "refuse" and mine:
+            with refused(AdapterError):
+                unload_adapter(self.state, name, running=running)
+            return
+        self.state = unload_adapter(self.state, name, running=running)
+        must(name not in self.bound, f"{name} is unloaded and yet bound")
+        for told in mine:
+            drains = told.bound and told.version is not None and running == "drain"
+            must(not drains or told.version in self.state.blobs, f"{told.version} is still in use")
+
+    def _pin(self, name: str) -> None:
+        if name in self.state.host.adapters.pins:
+            self.state = unpin_adapter(self.state, name)
+            return
+        try:
+            self.state = pin_adapter(self.state, name)
+        except UnknownAdapterError:
+            must(name not in self.bound, f"{name} is loaded and yet unknown")
+        except AdapterError:
+            must(name in self.bound, f"{name} is unknown and yet does not fit")
+
+    # --- the whole state
+
+    def _flush(self) -> None:
+        self.state = flush(self.state)
+        assert not self.state.host.blocks.block_of
+
+    def _adopt(self, weights: str) -> None:
+        """What was read before is told already; positions that follow are of the new weights, so
+        only requests that collect nothing over time are compared."""
+        watched = any(told.request.hidden_layers or told.scores for told in self.live.values())
+        if not watched:
+            config = replace(self.config, weights=weights)
+            self.state = adopt(_Program(config), self.state)
+
+    def _restore(self) -> None:
+        host = self.state.host
+        again = from_plain(json.loads(json.dumps(to_plain(host))))
+        must(digest(again) == digest(host), "the state has another digest once restored")
+        self.state = replace(self.state, host=again)
+
+    def _fork(self, num_blocks: int) -> None:
+        """Go on with the twin; blocks it does not take along are not on its device."""
+        try:
+            host, pairs = renumbered(self.state.host, num_blocks)
+        except ConfigError:
+            must(len(self.state.host.blocks.refs) > num_blocks, "live blocks would have fitted")
+            return
+        device = self.state.device
+        blocks = Map({new: device.blocks.get(old, b"") for old, new in pairs})
+        self.state = replace(
+            self.state,
+            config=replace(self.config, num_blocks=num_blocks),
+            host=host,
+            device=replace(device, blocks=blocks),
+        )
+
+    # --- steps
+
+    def _step(self) -> None:
+        before = self.state
+        if before.host.idle:
+            return
+        self.state, outputs = toy_step(before, self._saw, self._ordered)
+        self.asked += outputs.loads
+        for key, token, logprob in zip(
+            outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
+        ):
+            must(key in self.live, f"{key} is not live")
+            told = self.live[key]
+            expected = expected_token(self.config, told, before.host.requests[key])
+            must((token, logprob) == expected, f"{key} was told {token}, alone it is {expected[0]}")
+            told.tokens.append(token)
+            told.logprobs.append(logprob)
+        for key, text in outputs.texts:
+            self.live[key].streamed += text
+            must(text, f"{key} was told no text")
+        self._heard(outputs)
+
+    def _saw(self, plan: StepPlan, result: StepResult) -> None:
+        self.plan = plan
+
+    def _ordered(self, host: HostState) -> Order:
+        self.order = self.policy(host)
+        return self.order
+
+    def _heard(self, outputs: Outputs) -> None:
+        ended = {c.key: c for c in outputs.finished}
+        must(len(ended) == len(outputs.finished), "a request ended twice")
+        for key in outputs.ids:
+            due = expected_end(self.live[key], self.config.max_context)
+            must((due is None) == (key not in ended), f"{key} must end by {due}")
+        for key, completion in ended.items():
+            must(key in self.live, f"{key} ended and was not live")
+            judge_completion(self.config, completion, self.live.pop(key), key in outputs.ids)
+
+    def _fail(self) -> None:
+        """`execute` dies after writing: the input stays good, but for what the plan named."""
+        if self.state.host.idle:
+            return
+        host = self.state.host
+        _, plan = schedule(self.config, host, self.policy)
+        device = tear(self.config, self.state.device, plan, self.state.blobs)
+        if not plan.overwrites.empty:
+            host = without_overwritten(host, plan.overwrites)
+        self.state = replace(self.state, host=host, device=device)
+
+
+@contextmanager
+def refused(kind: type[Exception]):
+    """A call inside must raise `kind`."""
+    try:
+        yield
+    except kind:
+        return
+    must(False, f"a call that must raise {kind.__name__} did not")
+
+
+def with_embeds(words: Mapping[str, Any], count: int | None) -> dict[str, Any]:
+    """The words with `count` embeddings in place of the ids; odd numbers leave ids behind them."""
+    if count is None:
+        return dict(words)
+    tokens = [-1] * count + list(words["tokens"][:3]) if count % 2 else []
+    rows = torch.arange(8 * count).view(count, 8) // 8 % 3  # a few different ones
+    return {**words, "prompt_embeds": rows.float(), "tokens": tokens}

@@ -1,0 +1,245 @@
+"""Deliberate bugs of the engine, to see that the simulation catches them.
+
+A bug is a piece of a function's source and what stands there instead. It is compiled in memory and
+put into the function itself, so that everyone who has imported the function gets it; no file
+changes, and the function is whole again afterwards.
+"""
+
+import inspect
+import textwrap
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from purestep.engine import admission, commit, planning, renewal, requests, schedule, step
+from purestep.simulation.longrun import Failure, caught_by, random_world, run_random
+from purestep.simulation.told import Astray
+from purestep.state import adapters, engine, hashing
+from purestep.state.blocks import BlockDraft
+
+STEPS_OF_ONE_STATE = 500
+
+
+@dataclass(frozen=True, slots=True)
+class Mutant:
+    """A bug: its name, and (function, source, source with the bug) for each place it changes."""
+
+    name: str
+    patches: tuple[tuple[Callable, str, str], ...]
+
+
+def mutant(name: str, function: Callable, old: str, new: str, *more: tuple) -> Mutant:
+    return Mutant(name, ((function, old, new), *more))
+
+
+MUTANTS = (
+    mutant(
+        "a block's key leaves out its last token",
+        hashing.block_digests,
+        "tokens[start : start + block_size]",
+        "tokens[start : start + block_size - 1]",
+    ),
+    mutant(
+        "a shared block gets no second reference",
+        BlockDraft.retain,
+        "self.refs[block] = held + 1",
+        "self.refs[block] = max(held, 1)",
+    ),
+    mutant(
+        "only the first row block is uploaded, the others keep what they held",
+        planning.make_plan,
+        "tuple(p for p in residents",
+        'tuple(__import__("dataclasses").replace(p, row_blocks=p.row_blocks[:1])'
+        " for p in residents",
+    ),
+    mutant(
+        "base rows are counted to the first adapter's group",
+        planning.make_plan,
+        "slot_of.get(v, -1)",
+        "slot_of.get(v, min(slot_of.values(), default=-1))",
+    ),
+    mutant(
+        "all adapters have one chain root",
+        hashing.chain_root,
+        'framed("lora", adapter_version.encode())',
+        'framed("lora")',
+    ),
+    mutant(
+        "an adapter's chain root is the base model's",
+        hashing.chain_root,
+        'framed("base") if adapter_version is None',
+        'framed("base") if True',
+    ),
+    mutant(
+        "the salt is ignored",
+        hashing.chain_root,
+        'framed("unsalted") if salt is None',
+        'framed("unsalted") if True',
+    ),
+    mutant(
+        "a generated block is hashed behind the root",
+        commit._sealed_records,
+        "parent = known[-1] if known else record.root",
+        "parent = record.root",
+    ),
+    mutant(
+        "a hit includes the last token",
+        admission._prefix_hits,
+        "_num_tokens(record) - 1",
+        "_num_tokens(record)",
+    ),
+    mutant("a block stays findable once reallocated", BlockDraft._pop, "self.forget(block)", ""),
+    mutant(
+        "the copy of a branch's block is forgotten",
+        planning.make_plan,
+        "copies=host.copies",
+        "copies=()",
+    ),
+    mutant(
+        "a preempted request keeps a block too many as computed",
+        admission._start_row,
+        "computed = len(hits) * B",
+        "computed = len(hits) * B + B * (record.num_preemptions > 0 and len(hits) * B + B < total)",
+    ),
+    mutant(
+        "a promised place is taken by others",
+        admission._adapter_place,
+        "return None if version in others else ()",
+        "return ()",
+    ),
+    mutant(
+        "pins are ignored",
+        adapters.victims_for,
+        "{*protected, *pinned_versions(ledger)}",
+        "{*protected}",
+    ),
+    mutant(
+        "the source of a copy is handed out before it is read",
+        schedule.schedule,
+        "draft = BlockDraft(host.blocks)",
+        "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
+        (schedule.schedule, "draft.release([source])", "pass"),
+    ),
+    mutant(
+        "a chain is released head first",
+        BlockDraft.release,
+        "reversed([int(b) for b in blocks])",
+        "[int(b) for b in blocks]",
+    ),
+    mutant(
+        "an aborted row keeps its last block",
+        requests.abort_host,
+        "draft.release(rows.tables[row])",
+        "draft.release(rows.tables[row][:-1])",
+    ),
+    mutant(
+        "a decoding row reads the token beside its own",
+        planning._step_tokens,
+        "rows.num_computed_R % B",
+        "(rows.num_computed_R + 1) % B",
+    ),
+    mutant(
+        "the noise is of the position before",
+        planning.make_plan,
+        "position_S=frozen(active.num_tokens_R[sampled_R])",
+        "position_S=frozen(active.num_tokens_R[sampled_R] - 1)",
+    ),
+    mutant(
+        "a branch draws its parent's noise",
+        requests._child,
+        "random_stream(parent.seed, parent.index, path)",
+        "random_stream(parent.seed, parent.index, parent.branch_path)",
+    ),
+    mutant(
+        "stops count one token late",
+        engine.make_row,
+        "num_prompt + sampling.min_tokens,",
+        "num_prompt + sampling.min_tokens + 1,",
+    ),
+    mutant(
+        "an adapter in use is evicted",
+        adapters.victims_for,
+        "{*protected, *pinned_versions(ledger)}",
+        "{*pinned_versions(ledger)}",
+    ),
+    mutant(
+        "two adapters share row blocks",
+        adapters.activate,
+        "tuple(free_row_blocks(ledger)[: info.num_row_blocks])",
+        "tuple(range(info.num_row_blocks))",
+    ),
+    mutant(
+        "embeddings are left out of a block's key",
+        hashing.block_digests,
+        'b"".join(extras[start // block_size :][:1])',
+        'b""',
+    ),
+    mutant("a hit goes on behind a gap", BlockDraft.lookup, "break", "continue"),
+    mutant(
+        "what a failed step overwrote is still found",
+        step.without_overwritten,
+        "draft.forget(block)",
+        "pass",
+    ),
+    mutant(
+        "rows that a failed step hurt go on",
+        step.without_overwritten,
+        "if not gone.isdisjoint(table.tolist()) or",
+        "if",
+    ),
+    mutant(
+        "blocks are keyed as before once the weights are others",
+        renewal._rebound,
+        "record = bind(config, record, record.version)",
+        "pass",
+    ),
+    mutant(
+        "the last in the queue is served first",
+        admission.admit,
+        "for request_id in order.waiting:",
+        "for request_id in reversed(order.waiting):",
+    ),
+    mutant(
+        "the end of a preempted row's tokens is forgotten",
+        engine.completed_record,
+        "np.concatenate([record.generated, tokens])",
+        "np.concatenate([record.generated, tokens[:-1]])",
+    ),
+)
+
+
+@contextmanager
+def applied(bug: Mutant) -> Iterator[None]:
+    """The engine with a bug, as long as the context lasts."""
+    functions = {function: function.__code__ for function, _, _ in bug.patches}
+    try:
+        for function in functions:
+            source = textwrap.dedent(inspect.getsource(function))
+            for target, old, new in bug.patches:
+                if target is function:
+                    assert source.count(old) == 1, f"{bug.name}: {old!r} stands not once"
+                    source = source.replace(old, new)
+            names = dict(function.__globals__)
+            exec(compile(source, inspect.getfile(function), "exec"), names)
+            function.__code__ = names[function.__name__].__code__
+        yield
+    finally:
+        for function, code in functions.items():
+            function.__code__ = code
+
+
+def caught(bug: Mutant, num_steps: int, seed: int, *, laws: bool) -> tuple[str, int] | None:
+    """(what caught the bug, in how many events), or None. The output law is called `output law`,
+    another law by its name, an exception of the engine by its class."""
+    with applied(bug):
+        for number in range(-(-num_steps // STEPS_OF_ONE_STATE)):
+            rng = np.random.default_rng((seed, number))
+            try:
+                run_random(random_world(seed, number), rng, STEPS_OF_ONE_STATE, laws=laws, keep=0)
+            except Failure as failure:
+                cause = failure.__cause__
+                name = "output law" if isinstance(cause, Astray) else caught_by(cause)
+                return name, len(failure.events) + number * STEPS_OF_ONE_STATE
+    return None
