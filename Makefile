@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-fast lint bench adapters clean
+.PHONY: demo test test-fast gpu-check lint bench adapters clean
 
 demo: $(VENV)/ready
 	$(RUN) -m tests.examples.demo
@@ -14,6 +14,11 @@ test: $(VENV)/ready
 
 test-fast: $(VENV)/ready
 	$(RUN) -m pytest -m "not slow and not model"
+
+# On a machine with an NVIDIA GPU, torch for CUDA and triton: `make gpu-check RUN=python3` takes the
+# installed ones instead of a fresh environment.
+gpu-check: $(if $(filter command line,$(origin RUN)),,$(VENV)/ready)
+	$(RUN) -m pytest -m gpu -rA -q
 
 lint: $(VENV)/ready
 	$(RUN) -m ruff check .

@@ -137,7 +137,8 @@ def run_workload(
         )
         state = deliver(state, event)
     made = time.perf_counter()
-    warm_up(program, state, [work.requests], sorted({*counts.values()}))
+    if work.new > 1:
+        warm_up(program, state, adapters=sorted({*counts.values()}))
     state, _, _ = serve(program, state, work, most, 2)  # kernels of prompts
     captured = time.perf_counter() - made
     print(f"{name}: pool and adapters {made - start:.1f} s, capture {captured:.1f} s")
@@ -154,7 +155,7 @@ def run_workload(
                 f"{name} {case}: {total:.3f} s, {median(decode_ms or [0]):.3f} ms a step",
                 flush=True,
             )
-    figures = []
+    figures = [figure(name, "capture", captured, "s", notes)]
     for case in counts:
         noted = notes | {"rank": work.rank, "requests": work.requests}
         if work.new > 1:

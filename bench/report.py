@@ -11,7 +11,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-PACKAGES = ("torch", "transformers", "peft", "purestep")
+PACKAGES = ("torch", "triton", "transformers", "peft", "purestep")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -100,7 +100,9 @@ def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Ten
             (x_SD.shape[0], w_VD.shape[0]), dtype=torch.float32, device=x_SD.device
         )
     if not (x_SD.is_cuda and is_skinny(x_SD)):
-        return out_SV.copy_(F.linear(x_SD, w_VD))
+        if not x_SD.is_cuda or x_SD.dtype == torch.float32:
+            return out_SV.copy_(F.linear(x_SD, w_VD))
+        return torch.mm(x_SD, w_VD.T, out_dtype=torch.float32, out=out_SV)
     from purestep.ops.kernels import products
 
     shape = products.skinny_shape(len(x_SD), 1 << 20, x_SD.shape[1])  # one split

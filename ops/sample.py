@@ -122,7 +122,10 @@ def greedy(
     """
     if not (logits_SV.is_cuda and kernels.usable()):
         token_S = logits_SV.argmax(-1)
-        return token_S, score(logits_SV, token_S)
+        logprob_S = score(logits_SV, token_S)
+        if meanwhile is not None:
+            meanwhile(token_S)
+        return token_S, logprob_S
     from purestep.ops.kernels.greedy import launch
 
     found_2S = launch(logits_SV)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cpu_generate
+from bench import cpu_generate, gpu_ops
 from bench.report import Figure
 
 
@@ -32,6 +32,15 @@ def test_cpu_generate_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "base float32: 0 of 5 rows differ" in shown
     assert "mixed4 float32: 0 of 5 rows differ" in shown or "mixed4" not in cases
+
+
+def test_gpu_ops_smoke(tmp_path: Path) -> None:
+    """Without a GPU it checks the plain-torch ops and writes void numbers."""
+    file = tmp_path / "figures.json"
+    gpu_ops.main(["--smoke", "--json", str(file)])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert {"gpu_ops/copy", "gpu_ops/lora/qkv/rows8/adapters8"} <= {x["figure"] for x in lines}
+    assert all(line["value"] is not None and line["device"] for line in lines)
 
 
 def test_a_missing_peer_is_skipped_by_name(

@@ -190,7 +190,14 @@ def _attend(
 
 
 @triton.jit
-def _combine(part_ptr, stat_ptr, o_ptr, H: tl.constexpr, BLOCK_H: tl.constexpr, Z: tl.constexpr):
+def _combine(
+    part_ptr,
+    stat_ptr,
+    o_ptr,
+    H: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    Z: tl.constexpr,
+):
     """Join the splits of one query head, always in the same order."""
     n = tl.program_id(0).to(tl.int64)
     z, h = tl.arange(0, Z), tl.arange(0, BLOCK_H)

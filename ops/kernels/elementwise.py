@@ -73,7 +73,15 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(y_ptr, o_ptr, slab, F, PARTS: tl.constexpr, BLOCK: tl.constexpr, DTYPE: tl.constexpr):
+def _silu_mul(
+    y_ptr,
+    o_ptr,
+    slab,
+    F,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    DTYPE: tl.constexpr,
+):
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = _gather(y_ptr, slab, t * 2 * F + f, f < F, PARTS, DTYPE)

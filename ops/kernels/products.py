@@ -156,6 +156,28 @@ def _shrink(
     tl.store(h_ptr + h_at, acc, mask=live[None, :] & (t >= 0)[:, None])
 
 
+@triton.jit
+def _rows(chunk_ptr, owner_ptr, slot, at, high, P, BLOCK_R: tl.constexpr):
+    """The adapter rows of some chunks, which of them have an owner, and which are a token's own."""
+    r = tl.arange(0, BLOCK_R)
+    live = at + r // CHUNK < high
+    row = tl.load(chunk_ptr + at + r // CHUNK, mask=live, other=0) * CHUNK + r % CHUNK
+    live &= row < P
+    owner = tl.load(owner_ptr + row, mask=live, other=-1)
+    used = live & (owner >= 0)
+    return row, used, (owner[None, :] == slot[:, None]) & used[None, :]
+
+
+@triton.jit
+def _shrunk(h_ptrs, inside, own, h_slab, PARTS: tl.constexpr):
+    """Tokens times their own rows of A: addends summed in order, zero for foreign rows, which are
+    read all the same: a mask by element would make every access 4 bytes wide."""
+    h = tl.load(h_ptrs, mask=inside, other=0.0)
+    for part in tl.static_range(1, PARTS):
+        h += tl.load(h_ptrs + part * h_slab, mask=inside, other=0.0)
+    return tl.where(own, h, 0.0)
+
+
 @triton.jit(do_not_specialize=["T"])
 def _expand(
     y_ptr,
@@ -170,6 +192,7 @@ def _expand(
     P,
     O,  # noqa: E741
     h_width,
+    ranks,
     h_slab,
     S: tl.constexpr,
     O0: tl.constexpr,
@@ -181,58 +204,67 @@ def _expand(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
     DTYPE: tl.constexpr,
+    SUBS: tl.constexpr,
+    EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     tile, pid = tl.program_id(1), tl.program_id(0)
-    tiles0: tl.constexpr = (O0 + BLOCK_N - 1) // BLOCK_N
-    tiles1: tl.constexpr = (O1 + BLOCK_N - 1) // BLOCK_N
+    WIDTH: tl.constexpr = BLOCK_N * SUBS
+    tiles0: tl.constexpr = (O0 + WIDTH - 1) // WIDTH
+    tiles1: tl.constexpr = (O1 + WIDTH - 1) // WIDTH
     s, first, width = 0, 0, O0
     if pid >= tiles0 + tiles1:
         s, first, width, pid = 2, O0 + O1, O2, pid - tiles0 - tiles1
     elif pid >= tiles0:
         s, first, width, pid = 1, O0, O1, pid - tiles0
-    n, r = pid * BLOCK_N + tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_R)
+    r = tl.arange(0, BLOCK_R)
     span = span_ptr
     if ADD:
         span += 2 + tile * 2
     low, high = tl.load(span), tl.load(span + 1)
     if ADD:
-        if low >= high:
-            return
         t = tl.load(token_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T))
         here = t >= 0
     else:
         t = tl.arange(0, BLOCK_T)
         here = t < T
     slot = tl.load(slot_ptr + t, mask=here, other=-1)
-    acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
-    for at in range(low, high, BLOCK_R // CHUNK):
-        live = at + r // CHUNK < high
-        row = tl.load(chunk_ptr + at + r // CHUNK, mask=live, other=0) * CHUNK + r % CHUNK
-        live &= row < P
-        owner = tl.load(owner_ptr + row, mask=live, other=-1)
-        own = (owner[None, :] == slot[:, None]) & (owner >= 0)[None, :]
-        h_at = t.to(tl.int64)[:, None] * h_width + (s * (h_width // S) + at * CHUNK + r)[None, :]
-        h = tl.load(h_ptr + h_at, mask=own, other=0.0)
-        for part in tl.static_range(1, PARTS):
-            h += tl.load(h_ptr + part * h_slab + h_at, mask=own, other=0.0)
-        used = live & (owner >= 0)
-        b = tl.load(
-            b_ptr + row.to(tl.int64)[:, None] * O + (first + n)[None, :],
-            mask=used[:, None] & (n < width)[None, :],
-            other=0.0,
-        )
-        acc = tl.dot(h.to(DTYPE), b, acc, input_precision=PRECISION)
-    y_at = t.to(tl.int64)[:, None] * O + (first + n)[None, :]
     mine = (slot >= 0)[:, None]
-    inside = here[:, None] & (n < width)[None, :]
+    row, used, own = _rows(chunk_ptr, owner_ptr, slot, low, high, P, BLOCK_R)
     if ADD:
-        y = tl.load(y_ptr + y_at, mask=inside & mine, other=0.0).to(tl.float32)
-        tl.store(y_ptr + y_at, (y + acc).to(DTYPE), mask=inside & mine)
-    else:
-        # Minus zero changes no bit of a sum. As bits, since triton takes the sign off the literal.
-        zero = tl.full((BLOCK_T, BLOCK_N), -2147483648, tl.int32).to(tl.float32, bitcast=True)
-        tl.store(y_ptr + y_at, tl.where(mine, acc, zero), mask=inside)
+        if low >= high:
+            return
+    h_row = h_ptr + t.to(tl.int64)[:, None] * h_width + (s * ranks + r)[None, :]
+    inside_h = here[:, None] & (low * CHUNK + r < ranks)[None, :]
+    h = _shrunk(h_row + low * CHUNK, inside_h, own, h_slab, PARTS).to(DTYPE)
+    for i in range(tl.minimum(SUBS, tl.cdiv(width - pid * WIDTH, BLOCK_N))):
+        n = pid * WIDTH + i * BLOCK_N + tl.arange(0, BLOCK_N)
+        column = first + n
+        y_mask, b_mask = here[:, None] & (n < width)[None, :], used[:, None] & (n < width)[None, :]
+        if EVEN:  # said, so that accesses are 16 bytes wide
+            column = tl.max_contiguous(tl.multiple_of(column, BLOCK_N), BLOCK_N)
+            y_mask, b_mask = here[:, None], used[:, None]
+        y_ptrs = y_ptr + t.to(tl.int64)[:, None] * O + column[None, :]
+        if ADD:
+            y = tl.load(y_ptrs, mask=y_mask, other=0.0).to(tl.float32)
+        b_n = b_ptr + column[None, :]
+        b = tl.load(b_n + row.to(tl.int64)[:, None] * O, mask=b_mask, other=0.0)
+        acc = tl.dot(h, b, input_precision=PRECISION)
+        for at in range(low + BLOCK_R // CHUNK, high, BLOCK_R // CHUNK):
+            more, used_too, own_too = _rows(chunk_ptr, owner_ptr, slot, at, high, P, BLOCK_R)
+            inside_h = here[:, None] & (at * CHUNK + r < ranks)[None, :]
+            g = _shrunk(h_row + at * CHUNK, inside_h, own_too, h_slab, PARTS).to(DTYPE)
+            b_mask = used_too[:, None]
+            if not EVEN:
+                b_mask &= (n < width)[None, :]
+            b = tl.load(b_n + more.to(tl.int64)[:, None] * O, mask=b_mask, other=0.0)
+            acc = tl.dot(g, b, acc, input_precision=PRECISION)
+        if ADD:
+            tl.store(y_ptrs, (y + acc).to(DTYPE), mask=y_mask)
+        else:
+            # Minus zero changes no bit of a sum. As bits: triton takes the sign off the literal.
+            zero = tl.full((BLOCK_T, BLOCK_N), -2147483648, tl.int32).to(tl.float32, bitcast=True)
+            tl.store(y_ptrs, tl.where(mine, acc, zero), mask=y_mask)
 
 
 def skinny(
@@ -325,9 +357,7 @@ def add_deltas_(
         x_TD.dtype == torch.float32,
     )
     columns = triton.cdiv(h_width, 64)
-    Z = 1
-    while Z < 8 and tiles * Z < 132 and D // (Z * 2) >= 256:
-        Z *= 2
+    Z = 8 if tiles <= 24 and D >= 2048 else 1  # two values: each is a kernel to compile
     BLOCK_D = 32 if wide else 64
     part = triton.cdiv(triton.cdiv(D, Z), BLOCK_D) * BLOCK_D
     h = torch.empty((Z, T, h_width), dtype=torch.float32, device=x_TD.device)
@@ -367,10 +397,11 @@ def expand_(
     (T, O), sizes = y_TO.shape, (*out_sizes, 0, 0)[:3]  # noqa: E741
     BLOCK_N = 32 if dtype == torch.float32 else 128 if add else 64
     BLOCK_T = TILE.value if add else max(16, triton.next_power_of_2(T))
-    # One pass over the rows of eight adapters of rank 16, where tokens of all are mixed.
-    BLOCK_R = CHUNK.value * min(2 if add else 8, triton.next_power_of_2(len(chunk_C)))
+    # More rows at a time where the tokens of all adapters are mixed; 128 make triton 3.6 fail.
+    BLOCK_R = CHUNK.value * min(2 if add else 4, triton.next_power_of_2(len(chunk_C)))
     tiles = len(span_X2) - 1 if add else 1
-    grid = (sum(triton.cdiv(size, BLOCK_N) for size in sizes), tiles)
+    SUBS = 8 if T > 1024 else 2 if add else 1
+    grid = (sum(triton.cdiv(size, BLOCK_N * SUBS) for size in sizes), tiles)
     _expand[grid](
         y_TO,
         h,
@@ -384,6 +415,7 @@ def expand_(
         b_PO.shape[0],
         O,
         h.shape[2],
+        h.shape[2] // len(out_sizes),
         h.stride(0),
         S=len(out_sizes),
         O0=sizes[0],
@@ -396,8 +428,10 @@ def expand_(
         BLOCK_R=BLOCK_R,
         DTYPE=FORMATS[dtype],
         PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        SUBS=SUBS,
+        EVEN=all(size % BLOCK_N == 0 for size in sizes),
         num_warps=4,
-        num_stages=1 if dtype == torch.float32 else 2,
+        num_stages=1,  # loops are short, and the pipeliner of triton 3.6 fails on this one
     )
 
 

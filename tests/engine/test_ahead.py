@@ -1,0 +1,116 @@
+"""Work queued ahead changes no token, whatever happens between two steps. Graphs are played by
+their eager functions here, so that this needs no GPU."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from purestep.engine import EngineState, Program, abort, fork, graphs, step, submit
+from purestep.engine.graphs import Graph, graphs_of, padding
+from purestep.models.fused import decode_logits
+from purestep.state.engine import check_host
+from tests.engine.tiny import prompt, request, run, tiny_program, with_adapters
+
+BUCKETS = (1, 2, 4, 8)
+
+
+@pytest.fixture
+def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Replays instead of graphs; the list counts them."""
+    replays = []
+
+    def capture(program: Program, pool, shape) -> Graph:
+        inputs, batch = padding(pool.config, shape)
+        out = graphs_of(pool).logits_RV[: shape.num_rows]
+
+        def replay() -> None:
+            replays.append(shape.num_rows)
+            decode_logits(program.params, pool.layers, pool.kv, batch, pool.config.model, out)
+
+        return Graph(inputs=inputs, batch=batch, replay=replay, program=program)
+
+    monkeypatch.setattr(graphs, "capture", capture)
+    return replays
+
+
+def pair(**options) -> tuple[Program, Program]:
+    plain = tiny_program(row_buckets=BUCKETS, **options)
+    return plain, replace(plain, fused=True)
+
+
+def wishes(count: int) -> list:
+    names = [None, "a", "b", "c", "d"]
+    return [
+        request(str(n), prompt(n, 3 + 5 * n % 17), names[n % 5], max_tokens=3 + 4 * n % 23)
+        for n in range(count)
+    ]
+
+
+def test_same_tokens_with_arrivals_and_ends(eager_graphs: list[int]) -> None:
+    """More requests than rows, all lengths different."""
+    plain, ahead = pair(max_rows=4)
+    _, want = run(plain, with_adapters(plain), wishes(11))
+    _, got = run(ahead, with_adapters(ahead), wishes(11))
+    assert eager_graphs, "nothing was replayed"
+    for name, done in want.items():
+        assert got[name].tokens.tolist() == done.tokens.tolist()
+        np.testing.assert_allclose(got[name].logprobs, done.logprobs, atol=1e-5)
+
+
+def test_same_tokens_with_preemption(eager_graphs: list[int]) -> None:
+    options = {"num_blocks": 14, "max_rows": 6}
+    requests = [request(str(n), prompt(n, 6 + n), max_tokens=16) for n in range(6)]
+    plain, ahead = pair(**options)
+    _, want = run(plain, with_adapters(plain, ""), requests)
+    _, got = run(ahead, with_adapters(ahead, ""), requests)
+    assert sum(done.num_preemptions for done in got.values()) > 0
+    for name, done in want.items():
+        assert got[name].tokens.tolist() == done.tokens.tolist()
+
+
+def test_same_tokens_with_stops_aborts_and_a_fork(eager_graphs: list[int]) -> None:
+    plain, ahead = pair()
+    found = []
+    for program in (plain, ahead):
+        first = run(plain, with_adapters(plain, ""), [request("p", prompt(3, 9))])[1]["p"]
+        state = with_adapters(program)
+        for item in wishes(5):
+            state = submit(state, item)
+        state = submit(
+            state, request("s", prompt(3, 9), stop_ids=(int(first.tokens[4]),), ignore_eos=False)
+        )
+        done: dict = {}
+        for turn in range(60):
+            if turn == 4:
+                state = abort(state, "2")
+            if turn == 6:
+                twin = finish(program, fork(program, state))
+            if turn == 7:
+                state = submit(state, request("late", prompt(9, 11), "b"))
+            if state.host.idle:
+                break
+            state, outputs = step(program, state)
+            check_host(state.host, program.config.block_size)
+            done |= {c.id: c.tokens.tolist() for c in outputs.finished}
+        found.append((done, twin))
+    assert found[0] == found[1]
+    assert len(found[0][0]["s"]) <= 5
+
+
+def finish(program: Program, state: EngineState) -> dict:
+    return {name: done.tokens.tolist() for name, done in run(program, state)[1].items()}
+
+
+def test_a_step_takes_over_what_was_queued(eager_graphs: list[int]) -> None:
+    """One row alone: every decode step but the first was queued by the one before."""
+    _, ahead = pair()
+    state = submit(with_adapters(ahead, ""), request("x", prompt(1, 5), max_tokens=10))
+    state, _ = step(ahead, state)
+    assert len(eager_graphs) == 1, "the first decode was queued behind the prompt"
+    for n in range(2, 10):
+        state, _ = step(ahead, state)
+        assert len(eager_graphs) == min(n, 9)
+    state, _ = step(ahead, state)
+    assert state.host.idle
+    assert len(eager_graphs) == 9, "nothing is queued behind a step that surely is the last"

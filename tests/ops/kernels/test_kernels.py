@@ -1,0 +1,192 @@
+"""Every Triton kernel against float64: on a GPU, else by triton's interpreter.
+
+The interpreter multiplies no bfloat16, so float16 stands for it there.
+"""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from purestep.models.config import RopeConfig
+from purestep.models.rope import rope_table
+from purestep.ops.add_rms_norm import add_rms_norm_ref
+from purestep.ops.kernels import attention, elementwise, greedy, products
+from purestep.ops.kv_write import kv_write_ref_
+from purestep.ops.lora_linear import CHUNK, TILE, Deltas, lora_linear_ref
+from purestep.ops.paged_attention import paged_attention_ref
+from purestep.ops.rope_write import rope_write_ref_
+from purestep.ops.sample import score
+from purestep.ops.silu_mul import silu_mul_ref
+from tests.ops.kernels.interpreter import DEVICE
+
+pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
+HALF = torch.bfloat16 if DEVICE == "cuda" else torch.float16
+DTYPES = [(torch.float32, 1e-5), (HALF, 1e-2)]
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.randn(shape).to(dtype).to(DEVICE)
+
+
+def close(got: torch.Tensor, want: torch.Tensor, tolerance: float) -> bool:
+    """By the norm of the difference; zeros never pass."""
+    want = want.double().cpu()
+    return bool((got.double().cpu() - want).norm() <= tolerance * want.norm())
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("counts", "contexts", "N", "K", "H", "window"),
+    [
+        ([5, 1, 0, 33], [9, 17, 3, 33], 4, 2, 16, 0),
+        ([1, 20, 2], [70, 40, 50], 6, 2, 24, 7),
+        ([3, 1], [20, 70], 8, 2, 64, 0),
+        ([2, 9], [40, 9], 3, 1, 80, 16),
+    ],
+)
+def test_attention(counts, contexts, N, K, H, window, dtype, tolerance) -> None:
+    """Chunks and decodes, grouped heads, windows, padding; NaN wherever a row does not see."""
+    torch.manual_seed(0)
+    R, B, M, T = len(counts), 16, 6, sum(counts) + 3
+    kv, q = random(2, R * M, B, K, H, dtype=dtype), random(T, N, H, dtype=dtype)
+    start = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    context = torch.tensor(contexts, dtype=torch.int32)
+    table = torch.randperm(R * M).view(R, M).int()
+    for row, length in enumerate(contexts):
+        kv[:, table[row, length // B].long(), length % B :] = torch.nan
+        kv[:, table[row, length // B + 1 :].long()] = torch.nan
+
+    def want(start, context, q):
+        args = (start, context, table, H**-0.5, window)
+        return paged_attention_ref(q.cpu().double(), kv.cpu().double(), *args)
+
+    def have(start, context, q, **options):
+        args = (start.to(DEVICE), context.to(DEVICE), table.to(DEVICE), H**-0.5, window)
+        return attention.launch(q, kv, *args, **options)
+
+    got = have(start, context, q)
+    assert close(got, want(start, context, q), tolerance)
+    assert not got[-3:].any()
+    one = torch.arange(R + 1, dtype=torch.int32)
+    one[-1], context[-1] = R - 1, 0  # the last row is padding
+    for splits in (1, 4):
+        got = have(one, context, q[:R], uniform=True, splits=splits)
+        assert close(got, want(one, context, q[:R]), tolerance)
+        assert not got[-1].any()
+
+
+def deltas(T: int, width: int, sizes: tuple[int, ...], P: int, dtype: torch.dtype) -> Deltas:
+    """Slots 2 and 0 and no adapter in turn; rows 8 to 15 and all from 24 on are NaN."""
+    owner = torch.full((P,), -1, dtype=torch.int32)
+    owner[0:8], owner[16:24] = 2, 0
+    a = random(len(sizes), P, width, dtype=dtype) / width**0.5
+    b = random(P, sum(sizes), dtype=dtype)
+    a[:, owner < 0], b[owner < 0] = torch.nan, torch.nan
+    slot = torch.tensor([(2, -1, 0)[t % 3] for t in range(T)], dtype=torch.int32)
+    spans, tokens = [(0, 2)], []
+    for value, span in ((0, (1, 2)), (2, (0, 1))):
+        for part in (slot == value).nonzero().flatten().split(TILE):
+            spans.append(span)
+            tokens.append(torch.nn.functional.pad(part, (0, TILE - len(part)), value=-1))
+    spans.append((0, 0))  # a tile that is not needed
+    tokens.append(torch.full((TILE,), -1))
+    chunk = torch.zeros(-(-P // CHUNK), dtype=torch.int32)
+    chunk[1] = 1
+    parts = (chunk, owner, slot, torch.tensor(spans), torch.cat(tokens))
+    return Deltas(a, b, *(x.int().to(DEVICE) for x in parts))
+
+
+def wide(lora: Deltas) -> Deltas:
+    rows = (torch.nan_to_num(lora.a_SPD), torch.nan_to_num(lora.b_PO))
+    return Deltas(*(x.cpu().double() for x in rows), *(x.cpu() for x in lora[2:]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("T", "width", "sizes", "P"),
+    [(1, 64, (48,), 24), (5, 80, (48, 32, 32), 40), (17, 256, (64,), 24), (70, 64, (96, 96), 32)],
+)
+def test_products(T, width, sizes, P, dtype, tolerance) -> None:
+    torch.manual_seed(0)
+    x, w = random(T, width, dtype=dtype), random(sum(sizes), width, dtype=dtype) / width**0.5
+    bias, lora = random(sum(sizes), dtype=dtype), deltas(T, width, sizes, P, dtype)
+    plain = [t.cpu().double() for t in (x, w, bias)]
+    base = lora_linear_ref(*plain, None, sizes)
+    want = lora_linear_ref(*plain, wide(lora), sizes)
+    bare = (lora.slot_T < 0).cpu()
+    if T <= 64:
+        got = products.skinny(x, w, bias, None, sizes)
+        assert close(got.double().sum(0) if got.dim() == 3 else got, base, tolerance)
+        got = products.skinny(x, w, bias, lora, sizes)
+        assert close(got.double().sum(0), want, tolerance)
+        delta = got[-1].cpu()[bare]
+        assert not delta.any()
+        assert torch.signbit(delta).all(), "minus zero is what changes no bit"
+    y = base.to(dtype).to(DEVICE)
+    kept = y.clone()
+    products.add_deltas_(y, x, lora, sizes)
+    assert close(y, want, tolerance)
+    assert torch.equal(y.cpu()[bare], kept.cpu()[bare])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("N", "K", "H", "share", "norm", "parts"),
+    [(4, 2, 16, 1.0, True, 0), (6, 2, 24, 0.5, False, 2), (4, 1, 64, 1.0, True, 3)],
+)
+def test_rope_write(N, K, H, share, norm, parts, dtype, tolerance) -> None:
+    torch.manual_seed(0)
+    T, width = 5, (N + 2 * K) * H
+    kv = torch.full((2, 4, 4, K, H), torch.nan, dtype=dtype, device=DEVICE)
+    y = random(parts, T, width, dtype=torch.float32) if parts else random(T, width, dtype=dtype)
+    position = torch.tensor([0, 3, 9, 100, 7], device=DEVICE)
+    index = torch.tensor([3, -1, 8, 0, 15], device=DEVICE)
+    cos, sin = rope_table(RopeConfig(share=share), H, position, dtype)
+    weights = random(N + K, H, dtype=dtype) if norm else None
+    want_kv = kv.cpu().double()
+    flat = y.sum(0).to(dtype) if parts else y
+    rest = (None if weights is None else weights.cpu().double(), index.cpu(), 1e-6)
+    want = rope_write_ref_(
+        want_kv, flat.cpu().double(), cos.cpu().double(), sin.cpu().double(), *rest
+    )
+    got = elementwise.rope_write_(kv, y, cos, sin, weights, index, 1e-6)
+    assert close(got, want, tolerance)
+    assert torch.equal(kv.isnan().cpu(), want_kv.isnan())
+    assert close(torch.nan_to_num(kv), torch.nan_to_num(want_kv), tolerance)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("parts", [0, 1, 3])
+def test_norm_and_activation(parts, dtype, tolerance) -> None:
+    torch.manual_seed(0)
+    h, w = random(5, 96, dtype=dtype), random(96, dtype=dtype)
+    y = random(parts, 5, 96, dtype=torch.float32) if parts else random(5, 96, dtype=dtype)
+    flat = (y.sum(0).to(dtype) if parts else y).cpu().double()
+    for other, plain in ((y, flat), (None, None)):
+        got = elementwise.add_rms_norm(h, other, w, 1e-5)
+        want = add_rms_norm_ref(h.cpu().double(), plain, w.cpu().double(), 1e-5)
+        assert close(got[0], want[0], tolerance)
+        assert close(got[1], want[1], tolerance)
+    assert close(elementwise.silu_mul(y, dtype), silu_mul_ref(flat, torch.float64), tolerance)
+
+
+def test_kv_write() -> None:
+    kv = torch.full((2, 4, 4, 2, 24), torch.nan, device=DEVICE)
+    k, v = torch.randn(5, 2, 24).to(DEVICE), torch.randn(5, 4, 24).to(DEVICE)[:, 2:]
+    index, want = torch.tensor([3, -1, 8, 0, 15]).to(DEVICE), kv.cpu().clone()
+    elementwise.kv_write_(kv, k, v, index)
+    kv_write_ref_(want, k.cpu(), v.cpu(), index.cpu())
+    torch.testing.assert_close(kv.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+def test_greedy() -> None:
+    """The lowest of equal ids, across pieces too; NaN logprobs where a logit is not finite."""
+    torch.manual_seed(0)
+    logits = torch.randn(5, 20_000)
+    logits[1, [5, 17, 9000]] = 9.0
+    logits[2, 7], logits[3, 9], logits[4, :] = torch.nan, -torch.inf, 1.0
+    tokens, bits = greedy.launch(logits.to(DEVICE)).cpu()
+    assert tokens.tolist() == logits.argmax(-1).tolist()
+    want = score(logits, logits.argmax(-1))
+    torch.testing.assert_close(bits.view(torch.float32), want, equal_nan=True)
