@@ -41,7 +41,7 @@ def look_ahead(
         if follows(state.config, plan, following):
             pool = owned(state.device)
             enqueue(program, pool, following, token_S)
-            graphs_of(pool).ahead = following
+            graphs_of(pool).ahead = program, following
 
     return meanwhile
 

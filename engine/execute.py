@@ -58,6 +58,9 @@ def _run(
     blobs: Mapping[str, Any],
     meanwhile: Meanwhile | None,
 ) -> StepResult:
+    replayed = program.fused and bool(plan.row_ids) and can_replay(pool.config, plan)
+    if pool.graphs is not None and not replayed:
+        pool.graphs.ahead = None  # it belongs to the step before
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
@@ -65,7 +68,7 @@ def _run(
     if not plan.row_ids:
         return StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
     with torch.inference_mode():
-        if program.fused and can_replay(pool.config, plan):
+        if replayed:
             raw_RV = replay(program, pool, plan)
             return StepResult(**sampled(raw_RV, plan.sampling, program.processors, meanwhile))
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]

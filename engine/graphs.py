@@ -41,7 +41,8 @@ class Graphs:
     logits_RV: Tensor  # fp32, as many rows as the largest bucket
     memory: Any = None  # from the first capture on
     captured: dict[BatchDescriptor, Graph] = field(default_factory=dict)
-    ahead: StepPlan | None = None  # what was enqueued before it was asked for (engine/ahead.py)
+    # What was enqueued before it was asked for (engine/ahead.py), and on whose weights.
+    ahead: tuple[Program, StepPlan] | None = None
     staging: Staging = field(default_factory=Staging)
 
 
@@ -68,7 +69,7 @@ def replay(program: Program, pool: Pool, plan: StepPlan) -> Tensor:
     """fp32 logits of the plan's rows [rows, V], valid until the next replay."""
     graphs = graphs_of(pool)
     ahead, graphs.ahead = graphs.ahead, None
-    if ahead is None or not same_pass(ahead, plan):
+    if ahead is None or ahead[0] is not program or not same_pass(ahead[1], plan):
         enqueue(program, pool, plan)
     return graphs.logits_RV[: len(plan.row_ids)]
 
@@ -122,7 +123,8 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     with torch.cuda.stream(stream):  # kernels are compiled outside the graph
         run()
     torch.cuda.current_stream().wait_stream(stream)
-    graphs.memory = graphs.memory or torch.cuda.graph_pool_handle()
+    if graphs.memory is None:
+        graphs.memory = torch.cuda.graph_pool_handle()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph, pool=graphs.memory):
         run()
