@@ -20,7 +20,9 @@ from purestep.state.engine import (
 from purestep.state.errors import StepError
 from purestep.state.hashing import block_digest
 from purestep.state.plan import Outputs, StepPlan, StepResult
-from purestep.state.request import FinishReason, RequestState, frozen
+from purestep.state.pytree import evolve
+from purestep.state.request import FinishReason, RequestState
+from purestep.state.scores import locked
 
 
 def commit(
@@ -32,38 +34,33 @@ def commit(
     is the oldest one in flight and `result` has an entry for each of its sampled rows.
     """
     _check_matches(host, plan, result)
-    row_of = {key: row for row, key in enumerate(host.rows.ids)}
-    sampled = np.flatnonzero(plan.sampled_R).tolist()
-    pairs = [
-        (s, row_of[plan.row_ids[r]]) for s, r in enumerate(sampled) if plan.row_ids[r] in row_of
-    ]
-    place_S = np.array([s for s, _ in pairs], np.intp)
-    at_S = np.array([row for _, row in pairs], np.intp)
-    token_S, logprob_S = result.token_S[place_S], result.logprob_S[place_S]
-    wrong = {s for s, _ in result.errors}
-    good_S = np.isfinite(logprob_S) & ~np.isin(place_S, list(wrong))
+    at_R = _places(host, plan)
+    at_S = at_R[plan.sampled_R]
+    good_S = (at_S >= 0) & np.isfinite(result.logprob_S)
+    good_S[[s for s, _ in result.errors]] = False
+    failed = np.flatnonzero((at_S >= 0) & ~good_S)
+    ends = failed_rows(result, failed.tolist(), at_S[failed].tolist())
 
-    drew = dict(zip(place_S[good_S].tolist(), at_S[good_S].tolist(), strict=True))
-    rows = _append_tokens(host.rows, at_S[good_S], token_S[good_S], logprob_S[good_S])
-    rows = _with_tails(rows, plan, result, row_of, drew)
-    rows, changed = _sealed_records(config, host, rows, at_S[good_S])
-    _collect_scores(host, plan, result, row_of, changed)
-    ends = failed_rows(result, place_S[~good_S].tolist(), at_S[~good_S].tolist())
-    ends |= sampled_ends(config, host, rows, changed, at_S[good_S], token_S[good_S])
-    ends |= _scored_ends(plan, rows, row_of)
-    ends |= unsound_rows(plan, result, row_of)
-    texts = new_texts(config, host, rows, changed, at_S[good_S], ends)
+    drew = np.where(good_S, at_S, -1)
+    at_S, token_S, logprob_S = at_S[good_S], result.token_S[good_S], result.logprob_S[good_S]
+    rows = _append_tokens(host.rows, at_S, token_S, logprob_S)
+    rows = _with_tails(rows, plan, result, at_R, drew)
+    rows, changed = _sealed_records(config, host, rows, at_S)
+    _collect_scores(host, plan, result, at_R, changed)
+    ends |= sampled_ends(config, host, rows, changed, at_S, token_S)
+    ends |= _scored_ends(rows, at_R)
+    ends |= unsound_rows(plan, result, at_R)
+    texts = new_texts(config, host, rows, changed, at_S, ends)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
     after = _without(host, rows, changed, list(ends))
-    after = replace(after, in_flight=host.in_flight[1:])
     outputs = Outputs(
         step=plan.step,
-        ids=tuple(rows.ids[row] for row in at_S[good_S].tolist()),
-        tokens_S=frozen(token_S[good_S]),
-        logprobs_S=frozen(logprob_S[good_S], np.float32),
+        ids=_ids(rows, at_S),
+        tokens_S=locked(token_S),
+        logprobs_S=locked(logprob_S),
         finished=(*plan.ended, *finished),
         texts=texts,
         loads=plan.loads,
@@ -75,6 +72,21 @@ def commit(
         num_preempted=plan.num_preempted,
     )
     return after, outputs
+
+
+def _places(host: HostState, plan: StepPlan) -> np.ndarray:
+    """Where each of the plan's rows stands among the running ones; -1 for those that left."""
+    if plan.row_ids == host.rows.ids:
+        return np.arange(len(plan.row_ids))
+    row_of = {key: row for row, key in enumerate(host.rows.ids)}
+    return np.array([row_of.get(key, -1) for key in plan.row_ids], np.intp)
+
+
+def _ids(rows: Rows, at_S: np.ndarray) -> tuple[str, ...]:
+    """The rows' ids; nearly always all of them, in their order."""
+    if len(at_S) == len(rows.ids) and (at_S[1:] > at_S[:-1]).all():
+        return rows.ids
+    return tuple(rows.ids[row] for row in at_S.tolist())
 
 
 def _check_matches(host: HostState, plan: StepPlan, result: StepResult) -> None:
@@ -104,34 +116,35 @@ def _append_tokens(
     tail_RB[at_S, place_S] = token_S
     tail_logprob_RB[at_S, place_S] = logprob_S
     num_tokens_R[at_S] = position_S + 1
-    for array in (tail_RB, tail_logprob_RB, num_tokens_R):
-        array.setflags(write=False)
-    return replace(
-        rows, tail_RB=tail_RB, tail_logprob_RB=tail_logprob_RB, num_tokens_R=num_tokens_R
+    return evolve(
+        rows,
+        tail_RB=locked(tail_RB),
+        tail_logprob_RB=locked(tail_logprob_RB),
+        num_tokens_R=locked(num_tokens_R),
     )
 
 
 def _with_tails(
-    rows: Rows, plan: StepPlan, result: StepResult, row_of: dict[str, int], drew: dict[int, int]
+    rows: Rows, plan: StepPlan, result: StepResult, at_R: np.ndarray, drew: np.ndarray
 ) -> Rows:
     """Rows with likeliest tokens and hidden states behind the tails of the few that asked.
 
-    `drew` maps the places of the sampled rows that drew a token to running rows.
+    `drew` are the running rows of the sampled ones; -1 for those that drew no token.
     """
     if result.tops:
         tails = list(rows.tail_tops)
-        asked = np.flatnonzero(plan.sampling.num_tops_S >= 0).tolist()
-        for s, tops in zip(asked, result.tops, strict=True):
-            if s in drew:
-                tails[drew[s]] = (*tails[drew[s]], tops)
-        rows = replace(rows, tail_tops=tuple(tails))
+        asked = drew[plan.sampling.num_tops_S >= 0].tolist()
+        for row, tops in zip(asked, result.tops, strict=True):
+            if row >= 0:
+                tails[row] = (*tails[row], tops)
+        rows = evolve(rows, tail_tops=tuple(tails))
     if result.hidden:
         tails = list(rows.tail_hidden)
         for probe, states in zip(plan.hidden, result.hidden, strict=True):
-            row = row_of.get(plan.row_ids[probe.row])
-            if row is not None:
+            row = int(at_R[probe.row])
+            if row >= 0:
                 tails[row] = (*tails[row], states)
-        rows = replace(rows, tail_hidden=tuple(tails))
+        rows = evolve(rows, tail_hidden=tuple(tails))
     return rows
 
 
@@ -140,74 +153,91 @@ def _sealed_records(
 ) -> tuple[Rows, dict[str, RequestState]]:
     """Records of rows whose newest token filled a block: its tokens move there, and its digest;
     and the rows without what moved."""
-    B, changed = config.block_size, {}
-    full = at_S[rows.num_tokens_R[at_S] % B == 0].tolist()
+    changed = {}
+    full = at_S[rows.num_tokens_R[at_S] % config.block_size == 0].tolist()
     for row in full:
         record = host.requests[rows.ids[row]]
         digests = record.generated_digests
         if config.prefix_caching:
-            known = record.digests
-            parent = known[-1] if known else record.root
-            extra = (
-                record.block_extras[len(known)] if len(known) < len(record.block_extras) else b""
-            )
-            digests = (*digests, block_digest(parent, rows.tail_RB[row], extra))
+            digests = (*digests, _next_digest(record, rows.tail_RB[row]))
         changed[rows.ids[row]] = completed_record(rows, row, record, generated_digests=digests)
-    tails = {"tail_tops": list(rows.tail_tops), "tail_hidden": list(rows.tail_hidden)}
+    moved = {
+        name: _without_tails(tails, full)
+        for name, tails in (("tail_tops", rows.tail_tops), ("tail_hidden", rows.tail_hidden))
+        if any(tails[row] for row in full)
+    }
+    return evolve(rows, **moved) if moved else rows, changed
+
+
+def _next_digest(record: RequestState, tokens_B: np.ndarray) -> bytes:
+    """The digest of the block behind those that the record has digests of. Its chain may be as long
+    as the context, so it is not put together for this."""
+    prompt, generated, extras = (
+        record.prompt_digests,
+        record.generated_digests,
+        record.block_extras,
+    )
+    parent = (generated or prompt or (record.root,))[-1]
+    place = len(prompt) + len(generated)
+    return block_digest(parent, tokens_B, extras[place] if place < len(extras) else b"")
+
+
+def _without_tails(tails: tuple[tuple, ...], full: list[int]) -> tuple[tuple, ...]:
+    kept = list(tails)
     for row in full:
-        for column in tails.values():
-            column[row] = ()
-    if full:
-        rows = replace(rows, **{name: tuple(column) for name, column in tails.items()})
-    return rows, changed
+        kept[row] = ()
+    return tuple(kept)
 
 
 def _collect_scores(
     host: HostState,
     plan: StepPlan,
     result: StepResult,
-    row_of: dict[str, int],
+    at_R: np.ndarray,
     changed: dict[str, RequestState],
 ) -> None:
     """Add to `changed` the scores of the prompts that this step read."""
     for probe, scores in zip(plan.scored, result.scored, strict=True):
         key = plan.row_ids[probe.row]
-        if key in row_of:
+        if at_R[probe.row] >= 0:
             record = changed.get(key) or host.requests[key]
             changed[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
 
 
-def _scored_ends(plan: StepPlan, rows: Rows, row_of: dict[str, int]) -> dict[int, End]:
+def _scored_ends(rows: Rows, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
     if not (rows.limit_R == rows.num_prompt_R).any():
         return {}
-    ran = [row_of[key] for key in plan.row_ids if key in row_of]
+    ran = at_R[at_R >= 0]
     full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (
         rows.num_computed_R[ran] == rows.num_tokens_R[ran]
     )
-    return {row: End(FinishReason.LENGTH) for row, full in zip(ran, full_R, strict=True) if full}
+    return {row: End(FinishReason.LENGTH) for row in ran[full_R].tolist()}
 
 
 def _without(
     host: HostState, rows: Rows, changed: dict[str, RequestState], leaving: list[int]
 ) -> HostState:
-    """The state with `rows` and `changed` in place and the leaving rows' resources freed."""
+    """The state with `rows` and `changed` in place and the leaving rows' resources freed; the
+    oldest plan in flight has landed."""
+    flying = host.in_flight[1:]
     with host.requests.mutate() as requests:
         requests.update(changed)
         for row in leaving:
             del requests[rows.ids[row]]
         records = requests.finish()
     if not leaving:
-        return replace(host, rows=rows, requests=records)
+        return evolve(host, rows=rows, requests=records, in_flight=flying)
     draft = BlockDraft(host.blocks)
     for row in leaving:
         draft.release(rows.tables[row])
     stays = np.ones(len(rows.ids), bool)
     stays[leaving] = False
-    return replace(
+    return evolve(
         host,
         rows=take_rows(rows, np.flatnonzero(stays)),
         requests=records,
+        in_flight=flying,
         blocks=draft.finish(),
         adapters=count_users(host.adapters, ((rows.versions[row], -1) for row in leaving)),
     )

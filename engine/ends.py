@@ -36,12 +36,13 @@ def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) 
     }
 
 
-def unsound_rows(plan: StepPlan, result: StepResult, row_of: dict[str, int]) -> dict[int, End]:
-    """The ends of rows whose prompt cannot be scored, as the logits are not finite."""
+def unsound_rows(plan: StepPlan, result: StepResult, at_R: np.ndarray) -> dict[int, End]:
+    """The ends of rows whose prompt cannot be scored, as the logits are not finite. `at_R` are the
+    places of the plan's rows among the running ones, -1 for those that left."""
     return {
-        row_of[plan.row_ids[probe.row]]: End(FinishReason.ERROR, error=_NOT_FINITE)
+        int(at_R[probe.row]): End(FinishReason.ERROR, error=_NOT_FINITE)
         for probe, scores in zip(plan.scored, result.scored, strict=True)
-        if plan.row_ids[probe.row] in row_of
+        if at_R[probe.row] >= 0
         and not (
             np.isfinite(scores.logprob_N[probe.target_N >= 0]).all()
             and np.isfinite(scores.top_logprob_NK).all()
@@ -62,13 +63,15 @@ def sampled_ends(
     Rows that watch their text get it extended in `changed`.
     """
     ends = {}
-    full_S = rows.num_tokens_R[at_S] >= rows.limit_R[at_S]
-    late_S = rows.num_tokens_R[at_S] >= rows.least_R[at_S]  # a processor may lift the ban of ends
-    eos_S = rows.heeds_eos_R[at_S] & late_S & np.isin(token_S, config.stop_ids)
-    for s in np.flatnonzero(full_S | eos_S | rows.watched_R[at_S]).tolist():
+    num_tokens_S, watched_S = rows.num_tokens_R[at_S], rows.watched_R[at_S]
+    full_S = num_tokens_S >= rows.limit_R[at_S]
+    late_S = num_tokens_S >= rows.least_R[at_S]  # a processor may lift the ban of ends
+    eos_S = rows.heeds_eos_R[at_S] & late_S
+    eos_S[eos_S] = np.isin(token_S[eos_S], config.stop_ids)
+    for s in np.flatnonzero(full_S | eos_S | watched_S).tolist():
         row, token = int(at_S[s]), int(token_S[s])
         own = None
-        if rows.watched_R[row]:
+        if watched_S[s]:
             own = _own_stop(config, host, rows.ids[row], changed, token, bool(late_S[s]))
         if own is not None:
             ends[row] = own

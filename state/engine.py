@@ -15,7 +15,7 @@ from purestep.state.blocks import BlockDraft, BlockLedger, check_blocks, empty_b
 from purestep.state.encoder import EncoderLedger
 from purestep.state.errors import StepError, UnknownRequestError
 from purestep.state.plan import StepPlan
-from purestep.state.pytree import static, tree
+from purestep.state.pytree import evolve, static, tree
 from purestep.state.request import Completion, RequestState, frozen
 from purestep.state.sampling import LARGEST_INT
 from purestep.state.scores import Scores, behind_the_first, joined, locked
@@ -274,10 +274,10 @@ def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any)
         changes["tops"] = (*record.tops, joined(tops, tops[0].top_id_NK.shape[1]))
     if hidden:
         changes["hidden"] = (*record.hidden, locked(np.concatenate(hidden, axis=1)))
-    return replace(
+    return evolve(
         record,
-        generated=locked(np.concatenate([record.generated, tokens])),
-        logprobs=locked(np.concatenate([record.logprobs, logprobs])),
+        generated=locked(np.concatenate((record.generated, tokens))),
+        logprobs=locked(np.concatenate((record.logprobs, logprobs))),
         **changes,
     )
 
