@@ -48,6 +48,7 @@ from purestep.simulation.laws import (
     check_step,
     law_3_pins_stay,
     law_16_keys_are_contents,
+    law_19_cached_is_computed,
 )
 from purestep.simulation.told import (
     Told,
@@ -101,11 +102,12 @@ class Machine:
         self.tape = tape
         self.state: EngineState = toy_state(config)
         self.live: dict[str, Told] = {}
-        self.number = 0
+        self.number, self.last = 0, ""  # events so far, and the kind of the newest
         self.asked: list[tuple[str, str]] = []  # loads the engine wants and has not got
         self.kept: list[tuple[HostState, str]] = []
         self.known: dict[bytes, tuple] = {}
         self.names: dict[tuple, bytes] = {}
+        self.cells: dict[bytes, bytes] = {}
         if tape is not None:
             begin_recording(tape, self.state)
 
@@ -123,7 +125,7 @@ class Machine:
         kind, arguments = event
         before, self.plan = self.state, None
         getattr(self, f"_{kind}")(**arguments)
-        self.number += 1
+        self.number, self.last = self.number + 1, kind
         if self.laws:
             self._check_laws(kind, before)
         if self.sees is not None:
@@ -162,6 +164,7 @@ class Machine:
             if not now.loading and old.requests.get(key) is not now:
                 sequence = self.live[key].sequence
                 law_16_keys_are_contents(self.config, now, sequence, self.known, self.names)
+        law_19_cached_is_computed(self.config, host, self.state.device, self.known, self.cells)
         prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
         assert set(self.state.blobs) == {*host.adapters.registered, *prompts}
         assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
@@ -382,5 +385,5 @@ def with_embeds(words: Mapping[str, Any], count: int | None) -> dict[str, Any]:
     if count is None:
         return dict(words)
     tokens = [-1] * count + list(words["tokens"][:3]) if count % 2 else []
-    rows = torch.arange(8 * count).view(count, 8) // 8 % 3  # a few different ones
+    rows = (torch.arange(8 * count).view(count, 8) // 8 + count) % 3  # a few different ones
     return {**words, "prompt_embeds": rows.float(), "tokens": tokens}

@@ -18,10 +18,9 @@ from purestep.engine.commit import _sealed_records
 from purestep.engine.planning import _step_tokens, make_plan
 from purestep.engine.renewal import _rebound
 from purestep.engine.requests import _child, abort_host
-from purestep.engine.schedule import schedule
+from purestep.engine.schedule import _make_room, schedule
 from purestep.engine.step import without_overwritten
-from purestep.simulation.longrun import Failure, caught_by, random_world, run_random
-from purestep.simulation.told import Astray
+from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import completed_record, make_row
@@ -210,6 +209,12 @@ MUTANTS = (
         "for request_id in reversed(order.waiting):",
     ),
     mutant(
+        "the first row makes room for the others",
+        _make_room,
+        "row = remaining.pop()",
+        "row = remaining.pop(0)",
+    ),
+    mutant(
         "the end of a preempted row's tokens is forgotten",
         completed_record,
         "np.concatenate([record.generated, tokens])",
@@ -247,7 +252,5 @@ def caught(bug: Mutant, num_steps: int, seed: int, *, laws: bool) -> tuple[str, 
             try:
                 run_random(random_world(seed, number), rng, STEPS_OF_ONE_STATE, laws=laws, keep=0)
             except Failure as failure:
-                cause = failure.__cause__
-                name = "output law" if isinstance(cause, Astray) else caught_by(cause)
-                return name, len(failure.events) + number * STEPS_OF_ONE_STATE
+                return failure.law, len(failure.events) + number * STEPS_OF_ONE_STATE
     return None
