@@ -23,6 +23,7 @@ from purestep.engine.loader import Loader, Resolver, folder_resolver
 from purestep.engine.policy import Order, Policy, by_priority, fcfs
 from purestep.engine.prepare import prepare
 from purestep.engine.program import Program, init, load_program, make_program
+from purestep.engine.recording import begin_recording, record, replay
 from purestep.engine.renewal import adopt, flush, with_weights
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
@@ -64,6 +65,7 @@ __all__ = [
     "StepResult",
     "abort",
     "adopt",
+    "begin_recording",
     "branch",
     "by_priority",
     "commit",
@@ -87,8 +89,10 @@ __all__ = [
     "prepare",
     "progress",
     "prompt_logprob_dicts",
+    "record",
     "recover",
     "register_adapter",
+    "replay",
     "restore",
     "schedule",
     "snapshot",

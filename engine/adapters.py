@@ -184,15 +184,8 @@ def deliver_loaded(state: EngineState, event: AdapterLoaded) -> EngineState:
     """Register a loaded adapter and bind the requests that wait for it. Raises AdapterError."""
     adapter = event.adapter
     check_linears(state.config, adapter, f"adapter {event.name!r}")
-    info = AdapterInfo(
-        version=adapter.version,
-        rank=adapter.rank,
-        nbytes=adapter.nbytes,
-        modules=tuple(adapter.modules),
-        linears=tuple(sorted(adapter.arenas)),
-    )
     ledger = ledger_of.add_adapter(
-        state.host.adapters, _checked_name(event.name), info, event.source
+        state.host.adapters, _checked_name(event.name), info_of(adapter), event.source
     )
     records = {
         i: bind(state.config, record, adapter.version)
@@ -205,6 +198,17 @@ def deliver_loaded(state: EngineState, event: AdapterLoaded) -> EngineState:
     if adapter.version not in blobs:
         blobs = blobs.set(adapter.version, adapter)
     return _with_ledger(replace(state, host=host, blobs=blobs), ledger)
+
+
+def info_of(adapter: Adapter) -> AdapterInfo:
+    """What a host state knows of an adapter."""
+    return AdapterInfo(
+        version=adapter.version,
+        rank=adapter.rank,
+        nbytes=adapter.nbytes,
+        modules=tuple(adapter.modules),
+        linears=tuple(sorted(adapter.arenas)),
+    )
 
 
 def _checked_name(name: str) -> str:

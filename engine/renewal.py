@@ -53,6 +53,12 @@ def adopt(program: Program, state: EngineState) -> EngineState:
     config = replace(state.config, weights=program.config.weights)
     if replace(program.config, num_blocks=config.num_blocks) != config:
         raise ConfigError("adopt: the program differs from the state's in more than its weights")
+    return adopt_weights(state, config.weights)
+
+
+def adopt_weights(state: EngineState, weights: str) -> EngineState:
+    """`adopt` without a program: the state for weights of this version."""
+    config = replace(state.config, weights=weights)
     host = _recomputed(config, quiet(flush(state).host, "adopt"))
     return replace(state, config=config, host=host)
 

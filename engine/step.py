@@ -1,5 +1,6 @@
 """The main loop of everything: one step is schedule, execute, commit. Open this file first."""
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
@@ -23,18 +24,22 @@ from purestep.state.engine import (
     take_rows,
 )
 from purestep.state.errors import ConfigError
-from purestep.state.plan import Outputs, Overwrites
+from purestep.state.plan import Outputs, Overwrites, StepPlan, StepResult
 from purestep.state.request import frozen
 
 
 def step(
-    program: Program, state: EngineState, policy: Policy = fcfs
+    program: Program,
+    state: EngineState,
+    policy: Policy = fcfs,
+    sees: Callable[[StepPlan, StepResult], object] | None = None,
 ) -> tuple[EngineState, Outputs]:
     """Advance every request the plan has room for by one model call.
 
     Pure on the host: `state.host` stays valid and unchanged. `state.device` is donated, its memory
     is written in place, so afterwards only the returned state can be stepped. An idle state is
-    returned as it is, with empty outputs.
+    returned as it is, with empty outputs. `sees` is told what was planned and what came back, once
+    the step has succeeded (see `record`).
 
     Raises DonatedStateError for a state that was stepped before, TornStateError after a step that
     failed half-way (see `recover`), PolicyError for an inadmissible policy.
@@ -47,6 +52,8 @@ def step(
     meanwhile = look_ahead(program, state, host, plan, policy)
     device, result = execute(program, state.device, plan, state.blobs, meanwhile)
     host, outputs = commit(state.config, host, plan, result)
+    if sees is not None:
+        sees(plan, result)
     state = replace(state, host=host, device=device)
     return (drop_blobs(state) if outputs.finished else state), outputs
 

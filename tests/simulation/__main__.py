@@ -11,9 +11,10 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--configs", type=int, default=50)
+    parser.add_argument("--jobs", type=int, default=1, help="processes; they change no result")
     args = parser.parse_args()
     try:
-        coverage = long_run(args.steps, args.seed, args.configs)
+        coverage = long_run(args.steps, args.seed, args.configs, num_jobs=args.jobs)
     except Failure as failure:
         print(report(failure, args.seed))
         return 1

@@ -212,9 +212,9 @@ def toy_step(
     """`purestep.engine.step.step` on the toy; `sees` is called with the plan and its result."""
     host, plan = schedule(state.config, state.host, policy)
     device, result = execute(state.config, state.device, plan, state.blobs)
+    host, outputs = commit(state.config, host, plan, result)
     if sees is not None:
         sees(plan, result)
-    host, outputs = commit(state.config, host, plan, result)
     state = replace(state, host=host, device=device)
     return (drop_blobs(state) if outputs.finished else state), outputs
 

@@ -15,7 +15,7 @@ PROMPTS = (
 )
 MOST_LIVE = 12
 WEIGHTS = {  # of 1000 events
-    "step": 600,
+    "step": 585,
     "submit": 170,
     "branch": 35,
     "abort": 25,
@@ -25,14 +25,20 @@ WEIGHTS = {  # of 1000 events
     "register": 25,
     "unload": 14,
     "pin": 10,
-    "fail": 5,
+    "fail": 20,
     "restore": 4,
     "fork": 3,
     "flush": 2,
     "adopt": 2,
 }
-KINDS = tuple(WEIGHTS)
-BOUNDS = np.cumsum(list(WEIGHTS.values()))
+DELICATE = {  # likewise, while a branch waits for its copy, and behind a step that failed
+    "step": 350,
+    "abort": 300,
+    "fail": 150,
+    "submit": 100,
+    "branch": 50,
+    "restore": 50,
+}
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -76,12 +82,22 @@ def first_events(rng: np.random.Generator) -> list[Event]:
 
 def random_event(rng: np.random.Generator, machine: Machine) -> Event:
     """What happens next."""
-    kind = KINDS[int(np.searchsorted(BOUNDS, rng.integers(BOUNDS[-1]), side="right"))]
+    delicate = machine.state.host.copies or machine.last == "fail"
+    kind = _drawn(rng, DELICATE if delicate else WEIGHTS)
     crowded = len(machine.live) >= MOST_LIVE and kind in ("submit", "branch")
     vain = kind in ("load_returns", "load_fails") and not machine.asked
     if crowded or vain:
         return "step", {}
     return kind, _arguments(rng, machine, kind)
+
+
+def _drawn(rng: np.random.Generator, weights: dict[str, int]) -> str:
+    number = int(rng.integers(1000))
+    for kind, weight in weights.items():
+        number -= weight
+        if number < 0:
+            return kind
+    raise ValueError(f"weights add up to {1000 - number}, not to 1000")
 
 
 def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[str, Any]:

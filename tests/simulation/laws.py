@@ -12,7 +12,7 @@ import numpy as np
 
 from purestep.engine.config import Config
 from purestep.engine.policy import Order
-from purestep.simulation.device import ToyDevice
+from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.state.adapters import check_adapters, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.engine import HostState, block_holders, check_rows
@@ -36,13 +36,12 @@ def check_step(
 ) -> None:
     """Every law of one step, whose policy gave `order`."""
     check_plan(config, before, plan)
-    front = after.waiting[: plan.num_preempted]
-    assert front == tuple(key for key in order.running if key in front), "preempted out of turn"
     law_2_used_is_active(before, plan)
     law_5_least_recently_used(config, before, after, plan)
     law_13_tokens_and_owners(config, before, plan)
     law_14_distinct_adapters(after)
     law_14_first_come_first_served(before, plan, order)
+    law_14_last_come_first_preempted(before, after, plan, order)
     law_15_base_is_never_delayed(before, plan, order)
     law_15_a_promise_is_kept(before, after)
     law_17_hits(config, before, plan)
@@ -159,6 +158,19 @@ def law_14_first_come_first_served(before: HostState, plan: StepPlan, order: Ord
         assert key not in admitted or record.version not in left, f"{key} went first"
 
 
+def law_14_last_come_first_preempted(
+    before: HostState, after: HostState, plan: StepPlan, order: Order
+) -> None:
+    """21.14 for those who leave: rows make room from the end of the order, but for those that make
+    way for a promised adapter, and wait in front in their order."""
+    front = after.waiting[: plan.num_preempted]
+    assert front == tuple(key for key in order.running if key in front), "preempted out of turn"
+    promised = {v for r in before.adapters.reservations for v in r.victims}
+    leaves = {*front, *(completion.key for completion in plan.ended)}
+    left = [key in leaves for key in order.running if before.requests[key].version not in promised]
+    assert left == sorted(left), "a row left before one that came later"
+
+
 def law_15_base_is_never_delayed(before: HostState, plan: StepPlan, order: Order) -> None:
     """21.15: nobody who stands behind a request of the base model is admitted before it."""
     admitted, ended = set(plan.row_ids), {completion.key for completion in plan.ended}
@@ -234,6 +246,20 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
         for block, gone in zip(queued[:newest], lost, strict=False):
             moved = block in new.refs or new.stamp_of.get(block) != old.stamp_of[block]
             assert gone or moved, "a block was reused before one released earlier"
+
+
+def law_19_cached_is_computed(
+    config: Config, host: HostState, device: ToyDevice, known: Contents, cells: dict[bytes, bytes]
+) -> None:
+    """21.19, output with cache is output without: a block that can be found holds just the KV that
+    its key's content alone gives. `cells` remembers that KV from call to call."""
+    size = config.block_size * CELL
+    for digest, block in host.blocks.block_of.items():
+        if digest not in cells and digest in known:
+            _, version, _, *tokens = known[digest]
+            cells[digest] = context_of(tokens, config.weights, version)[-size:]
+        wanted = cells.get(digest)
+        assert wanted in (None, device.blocks.get(block)), f"block {block} holds something else"
 
 
 def law_20_no_hit_crosses_versions(host: HostState) -> None:

@@ -4,7 +4,10 @@ import json
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +16,7 @@ from purestep.engine.policy import by_priority, fcfs
 from purestep.simulation.coverage import Coverage
 from purestep.simulation.events import first_events, pick, random_config, random_event
 from purestep.simulation.machine import Event, Machine
+from purestep.simulation.told import Astray
 from purestep.simulation.world import toy_config
 
 POLICIES = {"fcfs": fcfs, "by_priority": by_priority}
@@ -32,15 +36,21 @@ class World:
 
 
 class Failure(Exception):
-    """A run that broke a law; its cause tells which."""
+    """A run that broke a law, and which."""
 
-    def __init__(self, world: World, events: Sequence[Event], cause: BaseException) -> None:
-        super().__init__(f"after {len(events)} events: {caught_by(cause)}: {cause}")
-        self.world, self.events = world, list(events)
+    def __init__(self, world: World, events: Sequence[Event], law: str, why: str) -> None:
+        super().__init__(world, events, law, why)  # whole, as it comes back from another process
+        self.world, self.events, self.law, self.why = world, list(events), law, why
+
+    def __str__(self) -> str:
+        return f"after {len(self.events)} events: {self.law}: {self.why}"
 
 
 def caught_by(cause: BaseException) -> str:
-    """Which law an exception comes from: the innermost one it was raised in."""
+    """Which law an exception comes from: the output law, another one by its name, or none of them
+    but the engine itself, by the exception's class."""
+    if isinstance(cause, Astray):
+        return "output law"
     frames = [frame.name for frame in traceback.extract_tb(cause.__traceback__)]
     laws = [name for name in frames if name.startswith(("law_", "check_"))]
     return laws[-1] if laws and isinstance(cause, AssertionError) else type(cause).__name__
@@ -65,7 +75,7 @@ def run_random(world: World, rng: np.random.Generator, num_steps: int, **options
             steps += machine.plan is not None
         machine.drain()
     except Exception as error:
-        raise Failure(world, events, error) from error
+        raise Failure(world, events, caught_by(error), str(error)) from error
 
 
 def run_events(world: World, events: Sequence[Event], **options: Any) -> BaseException | None:
@@ -109,27 +119,40 @@ def report(failure: Failure, seed: int) -> str:
 
 
 def long_run(
-    num_steps: int, seed: int, num_configs: int, tells: Callable[[str], object] = print
+    num_steps: int,
+    seed: int,
+    num_configs: int,
+    *,
+    num_jobs: int = 1,
+    tells: Callable[[str], object] = print,
 ) -> Coverage:
     """`num_steps` steps over `num_configs` configs, every law checked after each. Raises Failure.
 
-    Each config's share is run on states of `STEPS_OF_ONE_STATE` steps each, so that a failure is
-    near the beginning of its list of events.
+    What happens depends on the other arguments alone, not on `num_jobs`, the processes to use.
     """
-    coverage, start = Coverage(), time.perf_counter()
-    share = -(-num_steps // num_configs)
-    for number in range(num_configs):
-        world, left, part = random_world(seed, number), share, 0
-        while left > 0:
-            rng = np.random.default_rng((seed, number, part))
-            count = min(left, STEPS_OF_ONE_STATE)
-            coverage.evicted.clear()
-            run_random(world, rng, count, keep=KEPT_STATES, sees=coverage.see)
-            left, part = left - count, part + 1
-        elapsed, steps = time.perf_counter() - start, coverage.events["step"]
-        events = coverage.events.total()
-        tells(
-            f"config {number + 1:>3}: {steps:>9,} steps, {events:>9,} events, "
-            f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
-        )
+    start, total = time.perf_counter(), Coverage()
+    task = partial(run_config, seed, -(-num_steps // num_configs))
+    with ProcessPoolExecutor(num_jobs) if num_jobs > 1 else nullcontext() as pool:
+        runs = pool.map(task, range(num_configs)) if pool else map(task, range(num_configs))
+        for number, coverage in enumerate(runs, start=1):
+            total.counts += coverage.counts
+            total.events += coverage.events
+            elapsed, steps = time.perf_counter() - start, total.events["step"]
+            events = total.events.total()
+            tells(
+                f"config {number:>3}: {steps:>9,} steps, {events:>9,} events, "
+                f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
+            )
+    return total
+
+
+def run_config(seed: int, num_steps: int, number: int) -> Coverage:
+    """One config's share, on states of `STEPS_OF_ONE_STATE` steps each, so that a failure is near
+    the beginning of its list of events. Raises Failure."""
+    coverage, world = Coverage(), random_world(seed, number)
+    for part, done in enumerate(range(0, num_steps, STEPS_OF_ONE_STATE)):
+        rng = np.random.default_rng((seed, number, part))
+        coverage.evicted.clear()
+        count = min(STEPS_OF_ONE_STATE, num_steps - done)
+        run_random(world, rng, count, keep=KEPT_STATES, sees=coverage.see)
     return coverage

@@ -20,7 +20,7 @@ import json
 from collections.abc import Callable, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TextIO
 
 import torch
 from immutables import Map
@@ -37,6 +37,7 @@ from purestep.engine.adapters import (
 from purestep.engine.config import Config
 from purestep.engine.fork import renumbered
 from purestep.engine.policy import Order, Policy, fcfs
+from purestep.engine.recording import begin_recording, record, step_event, write_event
 from purestep.engine.renewal import adopt, flush
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import schedule
@@ -47,6 +48,7 @@ from purestep.simulation.laws import (
     check_step,
     law_3_pins_stay,
     law_16_keys_are_contents,
+    law_19_cached_is_computed,
 )
 from purestep.simulation.told import (
     Told,
@@ -82,7 +84,8 @@ class Machine:
     """The engine's state, and what its caller knows; `do` is the only way to go on.
 
     `laws` off leaves the output law alone. Every `keep`-th host state is kept with its digest and
-    compared at the end. `sees` is told each event with the states around it.
+    compared at the end. `sees` is told each event with the states around it. On a `tape` the run is
+    recorded (`purestep.engine.record`; all events but `fork`).
     """
 
     def __init__(
@@ -93,15 +96,20 @@ class Machine:
         laws: bool = True,
         keep: int = 1,
         sees: Sees | None = None,
+        tape: TextIO | None = None,
     ) -> None:
         self.policy, self.laws, self.keep, self.sees = policy, laws, keep, sees
+        self.tape = tape
         self.state: EngineState = toy_state(config)
         self.live: dict[str, Told] = {}
-        self.number = 0
+        self.number, self.last = 0, ""  # events so far, and the kind of the newest
         self.asked: list[tuple[str, str]] = []  # loads the engine wants and has not got
         self.kept: list[tuple[HostState, str]] = []
         self.known: dict[bytes, tuple] = {}
         self.names: dict[tuple, bytes] = {}
+        self.cells: dict[bytes, bytes] = {}
+        if tape is not None:
+            begin_recording(tape, self.state)
 
     @property
     def config(self) -> Config:
@@ -117,13 +125,18 @@ class Machine:
         kind, arguments = event
         before, self.plan = self.state, None
         getattr(self, f"_{kind}")(**arguments)
-        self.number += 1
+        self.number, self.last = self.number + 1, kind
         if self.laws:
             self._check_laws(kind, before)
         if self.sees is not None:
             self.sees(event, before, self.state, self.plan)
         if self.keep and self.number % self.keep == 0:
             self.kept.append((self.state.host, digest(self.state.host)))
+
+    def _call(self, verb: Callable, *args: Any, **kwargs: Any) -> EngineState:
+        if self.tape is None:
+            return verb(*args, **kwargs)
+        return record(self.tape, verb, *args, **kwargs)
 
     def drain(self) -> None:
         """Without new requests everything ends, in a bounded number of steps, and nothing stays
@@ -147,10 +160,11 @@ class Machine:
         if self.plan is not None:
             check_step(self.config, old, host, self.plan, self.order)
         law_3_pins_stay(old, host, kind)
-        for key, record in host.requests.items():
-            if not record.loading and old.requests.get(key) is not record:
+        for key, now in host.requests.items():
+            if not now.loading and old.requests.get(key) is not now:
                 sequence = self.live[key].sequence
-                law_16_keys_are_contents(self.config, record, sequence, self.known, self.names)
+                law_16_keys_are_contents(self.config, now, sequence, self.known, self.names)
+        law_19_cached_is_computed(self.config, host, self.state.device, self.known, self.cells)
         prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
         assert set(self.state.blobs) == {*host.adapters.registered, *prompts}
         assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
@@ -168,7 +182,7 @@ class Machine:
             with refused(RequestError):
                 submit(self.state, request)
             return
-        self.state = submit(self.state, request)
+        self.state = self._call(submit, self.state, request)
         seed = request_seed(self.config.seed, request.id) if given is None else given
         version, bound = self.bound.get(name), name is None or name in self.bound
         for index in range(request.sampling.n):
@@ -186,7 +200,7 @@ class Machine:
             if key in self.state.host.requests:
                 found = progress(self.state.host, key).generated.tolist()
                 must(found == told.tokens, f"{key} has other tokens than it was told")
-        self.state = abort(self.state, request_id)
+        self.state = self._call(abort, self.state, request_id)
 
     def _branch(self, pick: int, count: int) -> None:
         host = self.state.host
@@ -195,7 +209,7 @@ class Machine:
             return
         request_id = choice[pick % len(choice)]
         new_ids = [f"{request_id[:40]}.{self.number}.{i}" for i in range(count)]
-        self.state = branch(self.state, request_id, new_ids)
+        self.state = self._call(branch, self.state, request_id, new_ids)
         for new_id in new_ids:
             self.live[new_id] = branched(self.live[request_id], new_id)
 
@@ -203,7 +217,7 @@ class Machine:
 
     def _register(self, name: str) -> None:
         try:
-            self.state = register_adapter(self.state, f"/{name}", name=name)
+            self.state = self._call(register_adapter, self.state, f"/{name}", name=name)
         except AdapterError:
             pinned = name in self.state.host.adapters.pins
             must(pinned and name not in self.state.host.adapters.sources, f"{name} is not pinned")
@@ -211,7 +225,7 @@ class Machine:
     def _load(self, name: str, version: str, again: bool) -> None:
         event = loaded(name, version, RANKS[version], f"/{name}" if again else None)
         try:
-            self.state = deliver_loaded(self.state, event)
+            self.state = self._call(deliver_loaded, self.state, event)
         except AdapterError:
             return
         self._load_came_out(name, version)
@@ -226,7 +240,8 @@ class Machine:
         if not self.asked:
             return
         name, source = self.asked.pop(pick % len(self.asked))
-        self.state = deliver(self.state, loaded(name, version, RANKS[version], source))
+        event = loaded(name, version, RANKS[version], source)
+        self.state = self._call(deliver, self.state, event)
         if self.bound.get(name) == version:
             self._load_came_out(name, version)
 
@@ -234,7 +249,7 @@ class Machine:
         if self.asked:
             name, source = self.asked.pop(pick % len(self.asked))
             failed = AdapterFailed(name=name, error="gone", source=source)
-            self.state = deliver(self.state, failed)
+            self.state = self._call(deliver, self.state, failed)
 
     def _unload(self, name: str, running: str) -> None:
         if name not in self.state.host.adapters.sources and name not in self.bound:
@@ -247,7 +262,7 @@ class Machine:
             with refused(AdapterError):
                 unload_adapter(self.state, name, running=running)
             return
-        self.state = unload_adapter(self.state, name, running=running)
+        self.state = self._call(unload_adapter, self.state, name, running=running)
         must(name not in self.bound, f"{name} is unloaded and yet bound")
         for told in mine:
             drains = told.bound and told.version is not None and running == "drain"
@@ -255,10 +270,10 @@ class Machine:
 
     def _pin(self, name: str) -> None:
         if name in self.state.host.adapters.pins:
-            self.state = unpin_adapter(self.state, name)
+            self.state = self._call(unpin_adapter, self.state, name)
             return
         try:
-            self.state = pin_adapter(self.state, name)
+            self.state = self._call(pin_adapter, self.state, name)
         except UnknownAdapterError:
             must(name not in self.bound, f"{name} is loaded and yet unknown")
         except AdapterError:
@@ -267,7 +282,7 @@ class Machine:
     # --- the whole state
 
     def _flush(self) -> None:
-        self.state = flush(self.state)
+        self.state = self._call(flush, self.state)
         assert not self.state.host.blocks.block_of
 
     def _adopt(self, weights: str) -> None:
@@ -276,7 +291,7 @@ class Machine:
         watched = any(told.request.hidden_layers or told.scores for told in self.live.values())
         if not watched:
             config = replace(self.config, weights=weights)
-            self.state = adopt(_Program(config), self.state)
+            self.state = self._call(adopt, _Program(config), self.state)
 
     def _restore(self) -> None:
         host = self.state.host
@@ -324,6 +339,8 @@ class Machine:
 
     def _saw(self, plan: StepPlan, result: StepResult) -> None:
         self.plan = plan
+        if self.tape is not None:
+            write_event(self.tape, step_event(result, self.order))
 
     def _ordered(self, host: HostState) -> Order:
         self.order = self.policy(host)
@@ -348,6 +365,8 @@ class Machine:
         device = tear(self.config, self.state.device, plan, self.state.blobs)
         if not plan.overwrites.empty:
             host = without_overwritten(host, plan.overwrites)
+            if self.tape is not None:
+                write_event(self.tape, ("recover", plan.overwrites))
         self.state = replace(self.state, host=host, device=device)
 
 
@@ -366,5 +385,5 @@ def with_embeds(words: Mapping[str, Any], count: int | None) -> dict[str, Any]:
     if count is None:
         return dict(words)
     tokens = [-1] * count + list(words["tokens"][:3]) if count % 2 else []
-    rows = torch.arange(8 * count).view(count, 8) // 8 % 3  # a few different ones
+    rows = (torch.arange(8 * count).view(count, 8) // 8 + count) % 3  # a few different ones
     return {**words, "prompt_embeds": rows.float(), "tokens": tokens}

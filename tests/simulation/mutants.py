@@ -13,11 +13,18 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from purestep.engine import admission, commit, planning, renewal, requests, schedule, step
-from purestep.simulation.longrun import Failure, caught_by, random_world, run_random
-from purestep.simulation.told import Astray
-from purestep.state import adapters, engine, hashing
+from purestep.engine.admission import _adapter_place, _prefix_hits, _start_row, admit
+from purestep.engine.commit import _sealed_records
+from purestep.engine.planning import _step_tokens, make_plan
+from purestep.engine.renewal import _rebound
+from purestep.engine.requests import _child, abort_host
+from purestep.engine.schedule import _make_room, schedule
+from purestep.engine.step import without_overwritten
+from purestep.simulation.longrun import Failure, random_world, run_random
+from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
+from purestep.state.engine import completed_record, make_row
+from purestep.state.hashing import block_digests, chain_root
 
 STEPS_OF_ONE_STATE = 500
 
@@ -37,7 +44,7 @@ def mutant(name: str, function: Callable, old: str, new: str, *more: tuple) -> M
 MUTANTS = (
     mutant(
         "a block's key leaves out its last token",
-        hashing.block_digests,
+        block_digests,
         "tokens[start : start + block_size]",
         "tokens[start : start + block_size - 1]",
     ),
@@ -49,78 +56,78 @@ MUTANTS = (
     ),
     mutant(
         "only the first row block is uploaded, the others keep what they held",
-        planning.make_plan,
+        make_plan,
         "tuple(p for p in residents",
         'tuple(__import__("dataclasses").replace(p, row_blocks=p.row_blocks[:1])'
         " for p in residents",
     ),
     mutant(
         "base rows are counted to the first adapter's group",
-        planning.make_plan,
+        make_plan,
         "slot_of.get(v, -1)",
         "slot_of.get(v, min(slot_of.values(), default=-1))",
     ),
     mutant(
         "all adapters have one chain root",
-        hashing.chain_root,
+        chain_root,
         'framed("lora", adapter_version.encode())',
         'framed("lora")',
     ),
     mutant(
         "an adapter's chain root is the base model's",
-        hashing.chain_root,
+        chain_root,
         'framed("base") if adapter_version is None',
         'framed("base") if True',
     ),
     mutant(
         "the salt is ignored",
-        hashing.chain_root,
+        chain_root,
         'framed("unsalted") if salt is None',
         'framed("unsalted") if True',
     ),
     mutant(
         "a generated block is hashed behind the root",
-        commit._sealed_records,
+        _sealed_records,
         "parent = known[-1] if known else record.root",
         "parent = record.root",
     ),
     mutant(
         "a hit includes the last token",
-        admission._prefix_hits,
+        _prefix_hits,
         "_num_tokens(record) - 1",
         "_num_tokens(record)",
     ),
     mutant("a block stays findable once reallocated", BlockDraft._pop, "self.forget(block)", ""),
     mutant(
         "the copy of a branch's block is forgotten",
-        planning.make_plan,
+        make_plan,
         "copies=host.copies",
         "copies=()",
     ),
     mutant(
         "a preempted request keeps a block too many as computed",
-        admission._start_row,
+        _start_row,
         "computed = len(hits) * B",
         "computed = len(hits) * B + B * (record.num_preemptions > 0 and len(hits) * B + B < total)",
     ),
     mutant(
         "a promised place is taken by others",
-        admission._adapter_place,
+        _adapter_place,
         "return None if version in others else ()",
         "return ()",
     ),
     mutant(
         "pins are ignored",
-        adapters.victims_for,
+        victims_for,
         "{*protected, *pinned_versions(ledger)}",
         "{*protected}",
     ),
     mutant(
         "the source of a copy is handed out before it is read",
-        schedule.schedule,
+        schedule,
         "draft = BlockDraft(host.blocks)",
         "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
-        (schedule.schedule, "draft.release([source])", "pass"),
+        (schedule, "draft.release([source])", "pass"),
     ),
     mutant(
         "a chain is released head first",
@@ -130,80 +137,86 @@ MUTANTS = (
     ),
     mutant(
         "an aborted row keeps its last block",
-        requests.abort_host,
+        abort_host,
         "draft.release(rows.tables[row])",
         "draft.release(rows.tables[row][:-1])",
     ),
     mutant(
         "a decoding row reads the token beside its own",
-        planning._step_tokens,
+        _step_tokens,
         "rows.num_computed_R % B",
         "(rows.num_computed_R + 1) % B",
     ),
     mutant(
         "the noise is of the position before",
-        planning.make_plan,
+        make_plan,
         "position_S=frozen(active.num_tokens_R[sampled_R])",
         "position_S=frozen(active.num_tokens_R[sampled_R] - 1)",
     ),
     mutant(
         "a branch draws its parent's noise",
-        requests._child,
+        _child,
         "random_stream(parent.seed, parent.index, path)",
         "random_stream(parent.seed, parent.index, parent.branch_path)",
     ),
     mutant(
         "stops count one token late",
-        engine.make_row,
+        make_row,
         "num_prompt + sampling.min_tokens,",
         "num_prompt + sampling.min_tokens + 1,",
     ),
     mutant(
         "an adapter in use is evicted",
-        adapters.victims_for,
+        victims_for,
         "{*protected, *pinned_versions(ledger)}",
         "{*pinned_versions(ledger)}",
     ),
     mutant(
         "two adapters share row blocks",
-        adapters.activate,
+        activate,
         "tuple(free_row_blocks(ledger)[: info.num_row_blocks])",
         "tuple(range(info.num_row_blocks))",
     ),
     mutant(
         "embeddings are left out of a block's key",
-        hashing.block_digests,
+        block_digests,
         'b"".join(extras[start // block_size :][:1])',
         'b""',
     ),
     mutant("a hit goes on behind a gap", BlockDraft.lookup, "break", "continue"),
     mutant(
         "what a failed step overwrote is still found",
-        step.without_overwritten,
+        without_overwritten,
         "draft.forget(block)",
         "pass",
     ),
     mutant(
         "rows that a failed step hurt go on",
-        step.without_overwritten,
+        without_overwritten,
         "if not gone.isdisjoint(table.tolist()) or",
         "if",
     ),
     mutant(
         "blocks are keyed as before once the weights are others",
-        renewal._rebound,
+        _rebound,
         "record = bind(config, record, record.version)",
         "pass",
     ),
     mutant(
         "the last in the queue is served first",
-        admission.admit,
+        admit,
         "for request_id in order.waiting:",
         "for request_id in reversed(order.waiting):",
     ),
     mutant(
+        "the first row makes room for the others",
+        _make_room,
+        "row = remaining.pop()",
+        "row = remaining.pop(0)",
+    ),
+    mutant(
         "the end of a preempted row's tokens is forgotten",
-        engine.completed_record,
+        completed_record,
         "np.concatenate([record.generated, tokens])",
         "np.concatenate([record.generated, tokens[:-1]])",
     ),
@@ -239,7 +252,5 @@ def caught(bug: Mutant, num_steps: int, seed: int, *, laws: bool) -> tuple[str, 
             try:
                 run_random(random_world(seed, number), rng, STEPS_OF_ONE_STATE, laws=laws, keep=0)
             except Failure as failure:
-                cause = failure.__cause__
-                name = "output law" if isinstance(cause, Astray) else caught_by(cause)
-                return name, len(failure.events) + number * STEPS_OF_ONE_STATE
+                return failure.law, len(failure.events) + number * STEPS_OF_ONE_STATE
     return None
