@@ -25,23 +25,26 @@ from purestep.engine import (
     deliver,
     init,
     load_program,
+    register_adapter,
     step,
     submit,
 )
+from purestep.engine.adapters import AdapterLoaded
 from purestep.engine.loader import Loader
 
-ROWS, PROMPT, ROUND = 4, 16, 100  # steps of one kind in a row
+ROWS, PROMPT, CONTEXT = 4, 16, 4096
+ROUND = 100  # steps of one kind in a row
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 6,
+    "num_hidden_layers": 4,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 64,
-    "max_position_embeddings": 4096,
+    "max_position_embeddings": CONTEXT,
 }
-RANK = 480  # 100 MB in float32
+RANK = 720  # 100 MB in float32
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +73,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
         lora_rows=rank,
         max_active_adapters=1,
         max_registered_adapters=1,
-        num_blocks=1024,
+        num_blocks=ROWS * CONTEXT // 16,
     )
     idle, loading, loads, nbytes = run_rounds(program, sources, steps, length)
     notes = {"steps": len(loading), "loads": loads, "adapter_bytes": nbytes, "smoke": args.smoke}
@@ -113,21 +116,54 @@ def run_rounds(
     """Seconds of the steps without and with a load under way; the loads, the bytes of each."""
     idle: list[float] = []
     loading: list[float] = []
-    loads = nbytes = 0
-    state = decoding(program)
+    loads = done = nbytes = 0
+    state = decoding(program, sources)
     with Loader(program.config) as loader:
         while len(loading) < steps:
             for _ in range(length):
                 state, seconds, _ = timed_step(program, state, None)
                 idle.append(seconds)
             for _ in range(length):
-                if not loader.busy:
-                    loader.ask([("again", sources[loads % len(sources)])])
+                if loads == done:
+                    at = loads % len(sources)
+                    loader.ask([(f"a{at}", sources[at])])
                     loads += 1
                 state, seconds, events = timed_step(program, state, loader)
                 loading.append(seconds)
+                done += len(events)
                 nbytes = max([nbytes, *(event.adapter.nbytes for event in events)])
-            while loader.busy:  # of this round, so that the next steps are alone
-                loader.events(block=True)
-            state = decoding(program, state) if state.host.idle else state
+            while done < loads:  # so that the next steps are alone
+                done += len(loader.events(block=True))
     return idle, loading, loads, nbytes
+
+
+def decoding(program: Program, sources: list[str]) -> EngineState:
+    """A few rows that decode to the end of the context, and adapters that are known by name."""
+    state = init(program)
+    for i, source in enumerate(sources):
+        state = register_adapter(state, source, name=f"a{i}")
+    rng = np.random.default_rng(0)
+    sampling = SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True)
+    for i in range(ROWS):
+        tokens = rng.integers(3, program.config.model.vocab_size, PROMPT)
+        state = submit(state, Request(id=f"r{i}", tokens=tokens, sampling=sampling))
+    for _ in range(ROWS):  # the prompts, and what a first step warms up
+        state, _ = step(program, state)
+    return state
+
+
+def timed_step(
+    program: Program, state: EngineState, loader: Loader | None
+) -> tuple[EngineState, float, list[AdapterLoaded]]:
+    begin = time.perf_counter()
+    state, outputs = step(program, state)
+    events = loader.events(block=False) if loader else []
+    for event in events:
+        assert isinstance(event, AdapterLoaded), event.error
+        state = deliver(state, event)
+    assert len(outputs.ids) == ROWS
+    return state, time.perf_counter() - begin, events
+
+
+if __name__ == "__main__":
+    main()

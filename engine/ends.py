@@ -4,13 +4,14 @@ S rows that drew a token.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
 from purestep.engine.config import Config
 from purestep.state.engine import HostState, Rows, completed_record, completion
 from purestep.state.plan import StepPlan, StepResult
+from purestep.state.pytree import evolve
 from purestep.state.request import Completion, FinishReason, RequestState
 from purestep.state.text import decode, find_stop, tellable
 
@@ -95,8 +96,8 @@ def _own_stop(
     record = changed.get(key) or host.requests[key]
     sampling = record.request.sampling
     if record.text is not None:
-        text = record.text + config.tokens.join(np.array([token]))
-        changed[key] = replace(record, text=text)
+        text = record.text + config.tokens.piece(token)
+        changed[key] = evolve(record, text=text)
         found = find_stop(text, len(record.text), sampling.stop) if late else None
         if found is not None:
             at, stop = found
@@ -131,7 +132,7 @@ def new_texts(
             end = tellable(record.text, record.num_streamed, stops)
             told = record.text[record.num_streamed : end]
         if told:
-            changed[rows.ids[row]] = replace(record, num_streamed=end)
+            changed[rows.ids[row]] = evolve(record, num_streamed=end)
             news.append((rows.ids[row], decode(told)))
     return tuple(news)
 

@@ -32,6 +32,10 @@ class TokenTable:
         """Text for people: an unfinished character at the end shows as a replacement character."""
         return decode(self.join(tokens))
 
+    def piece(self, token: int) -> bytes:
+        """The bytes of one token; none for an id the tokenizer does not know."""
+        return self.pieces[token] if token < len(self.pieces) else b""
+
     def join(self, tokens: np.ndarray) -> bytes:
         """The bytes of a run of tokens; ids the tokenizer does not know add nothing."""
         known = len(self.pieces)
@@ -60,6 +64,8 @@ def tellable(text: bytes, start: int, stops: tuple[str, ...]) -> int:
     is told, decoded piece by piece, is always a prefix of the final text.
     """
     end = len(text) - max((_overlap(text, stop.encode()) for stop in stops), default=0)
+    if text[start:end].isascii():
+        return max(start, end)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     decoder.decode(text[start:end])
     return max(start, end - len(decoder.getstate()[0]))
