@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from purestep.engine.admission import _adapter_place, _prefix_hits, _start_row, admit
+from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
 from purestep.engine.commit import _sealed_records
 from purestep.engine.planning import _step_tokens, make_plan
 from purestep.engine.renewal import _rebound
@@ -112,7 +112,7 @@ MUTANTS = (
     ),
     mutant(
         "a promised place is taken by others",
-        _adapter_place,
+        _Queue._victims,
         "return None if version in others else ()",
         "return ()",
     ),
