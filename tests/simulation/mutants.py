@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
-from purestep.engine.commit import _sealed_records
-from purestep.engine.planning import _step_tokens, make_plan
+from purestep.engine.commit import _next_digest
+from purestep.engine.planning import _sampling, _slots, _step_tokens, make_plan
 from purestep.engine.renewal import _rebound
 from purestep.engine.requests import _child, abort_host
 from purestep.engine.schedule import _make_room, schedule
@@ -45,8 +45,8 @@ MUTANTS = (
     mutant(
         "a block's key leaves out its last token",
         block_digests,
-        "tokens[start : start + block_size]",
-        "tokens[start : start + block_size - 1]",
+        "ids[block * size : (block + 1) * size]",
+        "ids[block * size : (block + 1) * size - 4]",
     ),
     mutant(
         "a shared block gets no second reference",
@@ -63,9 +63,9 @@ MUTANTS = (
     ),
     mutant(
         "base rows are counted to the first adapter's group",
-        make_plan,
-        "slot_of.get(v, -1)",
-        "slot_of.get(v, min(slot_of.values(), default=-1))",
+        _slots,
+        "slot_of[None] = -1",
+        "slot_of[None] = min(slot_of.values(), default=-1)",
     ),
     mutant(
         "all adapters have one chain root",
@@ -87,9 +87,9 @@ MUTANTS = (
     ),
     mutant(
         "a generated block is hashed behind the root",
-        _sealed_records,
-        "parent = known[-1] if known else record.root",
-        "parent = record.root",
+        _next_digest,
+        "(generated or prompt or (record.root,))[-1]",
+        "record.root",
     ),
     mutant(
         "a hit includes the last token",
@@ -149,9 +149,9 @@ MUTANTS = (
     ),
     mutant(
         "the noise is of the position before",
-        make_plan,
-        "position_S=frozen(active.num_tokens_R[sampled_R])",
-        "position_S=frozen(active.num_tokens_R[sampled_R] - 1)",
+        _sampling,
+        "position_S=drawing.num_tokens_R",
+        "position_S=drawing.num_tokens_R - 1",
     ),
     mutant(
         "a branch draws its parent's noise",
@@ -180,7 +180,7 @@ MUTANTS = (
     mutant(
         "embeddings are left out of a block's key",
         block_digests,
-        'b"".join(extras[start // block_size :][:1])',
+        'extras[block] if block < len(extras) else b""',
         'b""',
     ),
     mutant("a hit goes on behind a gap", BlockDraft.lookup, "break", "continue"),
@@ -217,8 +217,8 @@ MUTANTS = (
     mutant(
         "the end of a preempted row's tokens is forgotten",
         completed_record,
-        "np.concatenate([record.generated, tokens])",
-        "np.concatenate([record.generated, tokens[:-1]])",
+        "np.concatenate((record.generated, tokens))",
+        "np.concatenate((record.generated, tokens[:-1]))",
     ),
 )
 
