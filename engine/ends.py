@@ -68,7 +68,8 @@ def sampled_ends(
     full_S = num_tokens_S >= rows.limit_R[at_S]
     late_S = num_tokens_S >= rows.least_R[at_S]  # a processor may lift the ban of ends
     eos_S = rows.heeds_eos_R[at_S] & late_S
-    eos_S[eos_S] = np.isin(token_S[eos_S], config.stop_ids)
+    if eos_S.any():
+        eos_S &= np.isin(token_S, config.stop_ids)
     for s in np.flatnonzero(full_S | eos_S | watched_S).tolist():
         row, token = int(at_S[s]), int(token_S[s])
         own = None
