@@ -47,10 +47,11 @@ def commit(
     rows = _with_tails(rows, plan, result, at_R, drew)
     rows, changed = _sealed_records(config, host, rows, at_S)
     _collect_scores(host, plan, result, at_R, changed)
-    ends |= sampled_ends(config, host, rows, changed, at_S, token_S)
+    grown: dict[int, bytes] = {}
+    ends |= sampled_ends(config, host, rows, grown, at_S, token_S)
     ends |= _scored_ends(rows, at_R)
     ends |= unsound_rows(plan, result, at_R)
-    texts = new_texts(config, host, rows, changed, at_S, ends)
+    texts = new_texts(config, host, rows, changed, grown, ends)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()

@@ -55,25 +55,29 @@ def sampled_ends(
     config: Config,
     host: HostState,
     rows: Rows,
-    changed: dict[str, RequestState],
+    grown: dict[int, bytes],
     at_S: np.ndarray,
     token_S: np.ndarray,
 ) -> dict[int, End]:
     """Which rows end with the token they drew. A stop wins over a limit reached at the same time.
 
-    Rows that watch their text get it extended in `changed`.
+    The texts of rows that watch theirs are put into `grown`, by row.
     """
     ends = {}
     num_tokens_S, watched_S = rows.num_tokens_R[at_S], rows.watched_R[at_S]
     full_S = num_tokens_S >= rows.limit_R[at_S]
     late_S = num_tokens_S >= rows.least_R[at_S]  # a processor may lift the ban of ends
     eos_S = rows.heeds_eos_R[at_S] & late_S
-    eos_S[eos_S] = np.isin(token_S[eos_S], config.stop_ids)
+    if eos_S.any():
+        eos_S &= np.isin(token_S, config.stop_ids)
     for s in np.flatnonzero(full_S | eos_S | watched_S).tolist():
         row, token = int(at_S[s]), int(token_S[s])
         own = None
         if watched_S[s]:
-            own = _own_stop(config, host, rows.ids[row], changed, token, bool(late_S[s]))
+            record = host.requests[rows.ids[row]]
+            if record.text is not None:
+                grown[row] = record.text + config.tokens.piece(token)
+            own = _own_stop(record, grown.get(row), token) if late_S[s] else None
         if own is not None:
             ends[row] = own
         elif eos_S[s]:
@@ -83,27 +87,14 @@ def sampled_ends(
     return ends
 
 
-def _own_stop(
-    config: Config,
-    host: HostState,
-    key: str,
-    changed: dict[str, RequestState],
-    token: int,
-    late: bool,
-) -> End | None:
-    """Whether the request's own stop strings or ids end it with this token, if they count by now
-    (`late`). Its text is extended in any case."""
-    record = changed.get(key) or host.requests[key]
+def _own_stop(record: RequestState, text: bytes | None, token: int) -> End | None:
+    """Whether the request's own stop strings or ids end it with this token; `text` includes it."""
     sampling = record.request.sampling
-    if record.text is not None:
-        text = record.text + config.tokens.piece(token)
-        changed[key] = evolve(record, text=text)
-        found = find_stop(text, len(record.text), sampling.stop) if late else None
-        if found is not None:
-            at, stop = found
-            end = at + len(stop.encode()) if sampling.include_stop else at
-            return End(FinishReason.STOP, stop=stop, text=text[:end])
-    if late and token in sampling.stop_ids:
+    if text is not None and (found := find_stop(text, len(record.text), sampling.stop)):
+        at, stop = found
+        end = at + len(stop.encode()) if sampling.include_stop else at
+        return End(FinishReason.STOP, stop=stop, text=text[:end])
+    if token in sampling.stop_ids:
         return End(FinishReason.STOP, stop=token)
     return None
 
@@ -113,27 +104,26 @@ def new_texts(
     host: HostState,
     rows: Rows,
     changed: dict[str, RequestState],
-    at_S: np.ndarray,
+    grown: dict[int, bytes],
     ends: dict[int, End],
 ) -> tuple[tuple[str, str], ...]:
     """What is new in the text of each row that streams it, whole characters only; all that is left
-    where the row ends. `changed` remembers what was told."""
+    where the row ends. `changed` gets the grown texts, and remembers what was told of them."""
     news = []
-    for row in at_S[rows.watched_R[at_S]].tolist():
-        record = changed.get(rows.ids[row]) or host.requests[rows.ids[row]]
-        sampling = record.request.sampling
-        if not sampling.stream:
-            continue
-        if row in ends:
+    for row, text in grown.items():
+        key = rows.ids[row]
+        record = changed.get(key) or host.requests[key]
+        sampling, start = record.request.sampling, record.num_streamed
+        told, end = b"", start
+        if sampling.stream and row in ends:
             final = _final_text(config, completed_record(rows, row, record), ends[row])
-            told, end = final[record.num_streamed :], len(final)
-        else:
-            stops = () if sampling.include_stop else sampling.stop
-            end = tellable(record.text, record.num_streamed, stops)
-            told = record.text[record.num_streamed : end]
+            told, end = final[start:], len(final)
+        elif sampling.stream:
+            end = tellable(text, start, () if sampling.include_stop else sampling.stop)
+            told = text[start:end]
         if told:
-            changed[rows.ids[row]] = evolve(record, num_streamed=end)
-            news.append((rows.ids[row], decode(told)))
+            news.append((key, decode(told)))
+        changed[key] = evolve(record, text=text, num_streamed=end if told else start)
     return tuple(news)
 
 

@@ -88,6 +88,8 @@ def probes(
 ) -> tuple[tuple[ScoredRow, ...], tuple[HiddenRow, ...]]:
     """Whose prompt this step scores, and whose hidden states it returns: positions that are
     computed again after a preemption, and were told before, are left out."""
+    if not ((rows.num_scored_R >= 0) | (rows.num_hidden_R >= 0)).any():
+        return (), ()
     scored, hidden = [], []
     start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
     # The last position scores no token of the prompt.

@@ -370,6 +370,9 @@ def reserve(ledger: AdapterLedger, version: str, rows: Mapping[str, int]) -> Ada
 def touch(ledger: AdapterLedger, versions: Iterable[str]) -> AdapterLedger:
     """Mark the step's adapters as the most recently used, in the given order, in both tiers."""
     used = list(versions)
+    last = tuple(used)
+    if ledger.host_order[-len(used) :] == last == ledger.device_order[-len(used) :]:
+        return ledger  # as in most steps
     return replace(
         ledger,
         host_order=_moved_last(ledger.host_order, used),

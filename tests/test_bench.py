@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cpu_generate, gpu_ops
+from bench import cpu_generate, gpu_ops, host_step
 from bench.report import Figure
 
 
@@ -59,3 +59,11 @@ def test_ratios_are_above_one_where_we_are_better() -> None:
     assert Figure(value=3.0, peer_value=2.0, **fields).ratio == 1.5
     assert Figure(value=3.0, peer_value=2.0, lower_is_better=True, **fields).ratio == 2 / 3
     assert Figure(value=3.0, unit="s", figure="x").ratio is None
+
+
+def test_host_step_smoke(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    host_step.main(["--smoke", "--no-peer", "--json", str(file)])
+    lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
+    assert set(lines) == {case.figure for case in host_step.CASES} | {"submit_4000"}
+    assert all(line["value"] > 0 and line["unit"] == "ms" for line in lines.values())

@@ -23,7 +23,7 @@ from purestep.state import (
     scores,
 )
 from purestep.state.canonical import TREES
-from purestep.state.pytree import static, tree
+from purestep.state.pytree import evolve, static, tree
 
 MODULES = (adapters, batch, blocks, encoder, engine, plan, request, sampling, scores)
 
@@ -129,3 +129,12 @@ def test_functional_transforms_see_through() -> None:
     assert isinstance(slope, Pair)
     assert slope.left.tolist() == [3.0, 5.0]
     assert slope.right.tolist() == [1.0, 2.0]
+
+
+def test_evolve_is_replace() -> None:
+    pair = Pair(left=1, right=(2, 3), name="x")
+    new = evolve(pair, left=5)
+    assert (new.left, new.right, new.name) == (5, (2, 3), "x")
+    assert (pair.left, new.right is pair.right) == (1, True)
+    with pytest.raises(KeyError):
+        evolve(pair, middle=0)
