@@ -44,20 +44,20 @@ from purestep.state.errors import SnapshotError, UnknownRequestError
 from tests.engine.tiny import adapter_folder, peft_model, prompt, request, tiny_program
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_a_random_run_is_folded_to_the_same_states(seed: int) -> None:
     """From its beginning, and from any prefix of its lines."""
     world, rng, tape = random_world(seed, 0), np.random.default_rng(seed), io.StringIO()
     machine, seen = world.machine(laws=False, keep=0, tape=tape), []
     for event in first_events(rng):
         machine.do(event)
-    while machine.number < 300:
+    while machine.number < 240:
         event = random_event(rng, machine)
-        if event[0] != "fork":  # another pool: another recording
-            machine.do(event)
-        seen.append((tape.getvalue().count("\n"), digest(machine.state.host)))
+        machine.do(("step", {}) if event[0] == "fork" else event)  # another pool: another recording
+        if machine.number % 60 == 0:
+            seen.append((tape.getvalue().count("\n"), digest(machine.state.host)))
     lines = tape.getvalue().splitlines()
-    for count, name in [*seen[::60], seen[-1]]:
+    for count, name in seen:
         assert digest(replay(toy_config(**world.config), lines[:count])) == name
 
 
