@@ -217,3 +217,19 @@ def test_refuses_what_does_not_fit(position: int, shape: tuple[int, ...]) -> Non
     args[position] = torch.zeros(shape, dtype=args[position].dtype)
     with pytest.raises(ValueError, match="paged_attention wants"):
         paged_attention(*args)
+
+
+def test_tables_may_change_in_place() -> None:
+    """As static buffers do, and without a version to tell: what was laid out is not used again."""
+    with torch.inference_mode():
+        kv = torch.randn(2, 8, 4, 2, 16, generator=torch.Generator().manual_seed(0))
+        q_TNH = torch.randn(2, 4, 16, generator=torch.Generator().manual_seed(1))
+        starts = torch.tensor([0, 1, 2])
+        contexts, tables = torch.tensor([7, 5]), torch.tensor([[0, 1], [2, 3]])
+        first = paged_attention(q_TNH, kv, starts, contexts, tables, 0.25)
+        tables.copy_(torch.tensor([[4, 5], [6, 7]]))
+        contexts.copy_(torch.tensor([6, 8]))
+        second = paged_attention(q_TNH, kv, starts, contexts, tables, 0.25)
+        fresh = paged_attention(q_TNH, kv, starts, contexts.clone(), tables.clone(), 0.25)
+    assert torch.equal(second, fresh)
+    assert not torch.equal(first, second)
