@@ -37,7 +37,10 @@ def look_ahead(
         guessed, _ = commit(state.config, host, plan, guess(state.config, plan))
         if guessed.idle:
             return
-        _, following = schedule(state.config, guessed, policy)
+        try:
+            _, following = schedule(state.config, guessed, policy)
+        except Exception:  # a policy's own; where the true state brings it about, it raises there
+            return
         if follows(state.config, plan, following):
             pool = owned(state.device)
             enqueue(program, pool, following, token_S)

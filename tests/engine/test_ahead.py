@@ -6,7 +6,18 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from purestep.engine import EngineState, Program, abort, fork, graphs, step, submit
+from purestep.engine import (
+    EngineState,
+    HostState,
+    Order,
+    Program,
+    abort,
+    fcfs,
+    fork,
+    graphs,
+    step,
+    submit,
+)
 from purestep.engine.graphs import Graph, graphs_of, padding
 from purestep.models.fused import decode_logits
 from purestep.state.engine import check_host
@@ -114,3 +125,28 @@ def test_a_step_takes_over_what_was_queued(eager_graphs: list[int]) -> None:
     state, _ = step(ahead, state)
     assert state.host.idle
     assert len(eager_graphs) == 9, "nothing is queued behind a step that surely is the last"
+
+
+def test_a_policy_that_fails_on_a_guess_hurts_no_step(eager_graphs: list[int]) -> None:
+    """A guessed state may never come about; what its policy raises there is not the step's."""
+    plain, ahead = pair()
+    item = request("x", prompt(1, 5), max_tokens=10)
+    guessed = []
+
+    def policy(host: HostState) -> Order:
+        if host.rows.ids and (newest(host) == 0).all():  # what a guess draws, and the model never
+            guessed.append(host.step)
+            raise RuntimeError("not on a guess")
+        return fcfs(host)
+
+    state, done = submit(with_adapters(ahead, ""), item), {}
+    while not state.host.idle:
+        state, outputs = step(ahead, state, policy)
+        done |= {c.id: c.tokens.tolist() for c in outputs.finished}
+    assert len(guessed) > 3
+    assert done["x"] == run(plain, with_adapters(plain, ""), [item])[1]["x"].tokens.tolist()
+
+
+def newest(host: HostState) -> np.ndarray:
+    rows = host.rows
+    return rows.tail_RB[np.arange(len(rows.ids)), (rows.num_tokens_R - 1) % rows.tail_RB.shape[1]]
