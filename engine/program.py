@@ -20,11 +20,14 @@ from purestep.models.checkpoint import generation_defaults, load_checkpoint, sto
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
+from purestep.models.vision import Vision
 from purestep.ops import kernels
 from purestep.state.engine import DeviceState, EngineState
 from purestep.state.errors import ConfigError
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
+
+IMAGE_LIMIT = 999  # images in one prompt where the user sets no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -38,6 +41,7 @@ class Program:
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
+    vision: Vision | None = None  # the tower; None without one, or where image_limit is 0
 
 
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
@@ -103,6 +107,8 @@ def make_program(
     token_buckets: tuple[int, ...] = (),
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
+    vision: Vision | None = None,
+    image_limit: int | None = None,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
@@ -117,6 +123,8 @@ def make_program(
     `compile` is for other devices, since nothing is left to fuse there (models/fused.py).
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
+    `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
+    model with a tower; with 0 there is no tower, and the engine is one for text.
     Raises ConfigError naming option, value and limit.
     """
     for name, function in (processors or {}).items():
@@ -126,6 +134,9 @@ def make_program(
     fused = torch.device(device).type == "cuda" and kernels.usable()
     if row_buckets is None:
         row_buckets = default_row_buckets(max_rows) if fused else ()
+    if image_limit is None:
+        image_limit = 0 if vision is None else IMAGE_LIMIT
+    vision = vision if image_limit else None
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -152,6 +163,8 @@ def make_program(
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
         lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
+        vision=None if vision is None else vision.config,
+        image_limit=image_limit,
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     compiled = compile and not fused and can_compile(device)
@@ -163,6 +176,7 @@ def make_program(
         tokenizer=tokenizer,
         processors=Map(processors or {}),
         defaults=defaults,
+        vision=vision,
     )
 
 

@@ -37,7 +37,9 @@ def fused_forward(
     h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
         h_TD = h_TD.index_copy(0, *embeds)
-    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
+    cos_TC, sin_TC = rope_table(
+        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
+    )
     tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
     y = None
     for i, layer in enumerate(params.layers):
