@@ -20,6 +20,7 @@ from purestep.models.checkpoint import generation_defaults, load_checkpoint, sto
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
+from purestep.models.vision import Vision
 from purestep.ops import kernels
 from purestep.state.engine import DeviceState, EngineState
 from purestep.state.errors import ConfigError
@@ -38,6 +39,7 @@ class Program:
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
+    vision: Vision | None = None  # the encoder of images
 
 
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
@@ -103,6 +105,12 @@ def make_program(
     token_buckets: tuple[int, ...] = (),
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
+    vision: Vision | None = None,
+    max_encoder_tokens: int | None = None,
+    encoder_cache_tokens: int | None = None,
+    encoder_cache_bytes: int | None = None,
+    disable_chunked_mm_input: bool = False,
+    mrope_merge: int = 0,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
@@ -117,6 +125,13 @@ def make_program(
     `compile` is for other devices, since nothing is left to fuse there (models/fused.py).
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
+
+    Media: `vision` encodes at most `max_encoder_tokens` embeddings in one step, which is also the
+    longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
+    that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
+    steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
+    in one step; `mrope_merge` says that the model places media by grids.
+
     Raises ConfigError naming option, value and limit.
     """
     for name, function in (processors or {}).items():
@@ -152,6 +167,11 @@ def make_program(
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
         lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
+        disable_chunked_mm_input=disable_chunked_mm_input,
+        mrope_merge=mrope_merge,
+    )
+    config = with_encoder(
+        config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     compiled = compile and not fused and can_compile(device)
@@ -163,7 +183,37 @@ def make_program(
         tokenizer=tokenizer,
         processors=Map(processors or {}),
         defaults=defaults,
+        vision=vision,
     )
+
+
+def with_encoder(
+    config: Config,
+    vision: Vision | None,
+    max_tokens: int | None,
+    cache_tokens: int | None,
+    cache_bytes: int | None,
+) -> Config:
+    """The config with its encoder budgets: as given, or as `make_program` says."""
+    if cache_tokens is not None and cache_bytes is not None:
+        raise ConfigError(
+            f"encoder_cache_tokens={cache_tokens} and encoder_cache_bytes={cache_bytes}: "
+            "give at most one"
+        )
+    if max_tokens is None:
+        max_tokens = max(config.max_batched_tokens, 0 if vision is None else _largest(vision))
+    if cache_bytes is not None:
+        cache_tokens = cache_bytes // config.encoder_row_bytes
+    if cache_tokens is None:
+        cache_tokens = max_tokens
+    return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
+
+
+def _largest(vision: Vision) -> int:
+    """The embeddings of the largest item the encoder's processor makes."""
+    item = vision.family.largest(vision.config, {})
+    ids, is_embed = vision.family.placeholder(vision.config, item)
+    return len(ids) if is_embed is None else int(is_embed.sum())
 
 
 def default_row_buckets(max_rows: int) -> tuple[int, ...]:

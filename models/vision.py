@@ -27,3 +27,12 @@ class VisionFamily:
     encode: Callable[[Any, Any, Sequence[Tensors]], list[Tensor]]
     grid: Callable[[Any, Tensors], tuple[int, int, int] | None]  # for M-RoPE; None without it
     largest: Callable[[Any, Mapping[str, Any]], Tensors]  # dummy item, (config, processor options)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Vision:
+    """A program's encoder: its family, geometry and weights."""
+
+    family: VisionFamily
+    config: Any
+    params: Any

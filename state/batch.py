@@ -50,7 +50,7 @@ class Batch:
     """One forward pass. Row r owns the tokens `query_start_R1[r]` to `query_start_R1[r+1]`."""
 
     token_T: Tensor  # int64, vocabulary ids
-    position_T: Tensor  # int64
+    position_T: Tensor  # int64; [3, T] where a token's three positions (M-RoPE) differ
     kv_index_T: Tensor  # int64, place in the pages: block * block_size + offset
     query_start_R1: Tensor  # int32
     context_len_R: Tensor  # int32, tokens visible to the row's last query, itself included
