@@ -319,6 +319,12 @@ def checked_tokens(
     for first, last in (run for feature in features for run in embed_runs(feature)):
         ids = wide[first : last + 1]
         known = (ids >= 0) & (ids < vocab_size)
+        if not known.all() and request.prompt_embeds is not None:
+            place = first + int(np.flatnonzero(~known)[0])
+            raise RequestError(
+                f"{who}: a media item fills position {place}, whose id is {wide[place]}: beside "
+                "prompt_embeds ids there must be in the vocabulary"
+            )
         if not known.all():
             wide = wide.copy()
             wide[first : last + 1] = np.where(known, ids, 0)
