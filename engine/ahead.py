@@ -60,5 +60,8 @@ def guess(config: Config, plan: StepPlan) -> StepResult:
 
 def follows(config: Config, plan: StepPlan, following: StepPlan) -> bool:
     """Whether `following` decodes just the rows of `plan` and overwrites nothing of value."""
-    untouched = not (following.uploads or following.copies) and following.overwrites.empty
+    untouched = (
+        not (following.uploads or following.copies or following.drops)
+        and following.overwrites.empty
+    )
     return untouched and following.row_ids == plan.row_ids and can_replay(config, following)

@@ -1,4 +1,5 @@
-"""Device memory of one engine: KV pages and adapter rows, allocated once, written in place.
+"""Device memory of one engine: KV pages and adapter rows, allocated once, written in place; and
+encoder outputs, which come and go as plans say and are never written to.
 
 The pool's generation is the one mutable integer of purestep: it tells which `DeviceState` is valid.
 L layers, P adapter rows in C blocks of R = ROW_BLOCK, S slices of a fused linear, B block size,
@@ -6,7 +7,7 @@ K KV heads, H head size, D hidden, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -37,6 +38,7 @@ class Pool:
     layers: tuple[LayerAdapters, ...]  # views of the two, one a layer
     embed: EmbedRows | None  # None where config.lora_vocab is off, as the head's
     head: AdapterRows | None
+    encoded: dict[str, Tensor] = field(default_factory=dict)  # outputs by identifier, [E, D]
     generation: int = 0
     consumer: str = ""  # what made the present generation
     torn: Overwrites | None = None  # what a failed step may have destroyed

@@ -126,6 +126,10 @@ def make_program(
     lora_vocab: bool | None = None,
     vision: Vision | None = None,
     image_limit: int | None = None,
+    max_encoder_tokens: int | None = None,
+    encoder_cache_tokens: int | None = None,
+    encoder_cache_bytes: int | None = None,
+    disable_chunked_mm_input: bool = False,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
@@ -142,6 +146,13 @@ def make_program(
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
     model with a tower; with 0 there is no tower, and the engine is one for text.
+
+    Media: `vision` encodes at most `max_encoder_tokens` embeddings in one step, which is also the
+    longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
+    that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
+    steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
+    in one step.
+
     Raises ConfigError naming option, value and limit.
     """
     for name, function in (processors or {}).items():
@@ -182,6 +193,11 @@ def make_program(
         lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
         vision=None if vision is None else vision.config,
         image_limit=image_limit,
+        disable_chunked_mm_input=disable_chunked_mm_input,
+        mrope_merge=0 if vision is None else vision.family.merge(vision.config),
+    )
+    config = with_encoder(
+        config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     compiled = compile and not fused and can_compile(device)
@@ -195,6 +211,35 @@ def make_program(
         defaults=defaults,
         vision=vision,
     )
+
+
+def with_encoder(
+    config: Config,
+    vision: Vision | None,
+    max_tokens: int | None,
+    cache_tokens: int | None,
+    cache_bytes: int | None,
+) -> Config:
+    """The config with its encoder budgets: as given, or as `make_program` says."""
+    if cache_tokens is not None and cache_bytes is not None:
+        raise ConfigError(
+            f"encoder_cache_tokens={cache_tokens} and encoder_cache_bytes={cache_bytes}: "
+            "give at most one"
+        )
+    if max_tokens is None:
+        max_tokens = max(config.max_batched_tokens, 0 if vision is None else _largest(vision))
+    if cache_bytes is not None:
+        cache_tokens = cache_bytes // config.encoder_row_bytes
+    if cache_tokens is None:
+        cache_tokens = max_tokens
+    return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
+
+
+def _largest(vision: Vision) -> int:
+    """The embeddings of the largest item the encoder's processor makes."""
+    item = vision.family.largest(vision.config, {})
+    ids, is_embed = vision.family.placeholder(vision.config, item)
+    return len(ids) if is_embed is None else int(is_embed.sum())
 
 
 def default_row_buckets(max_rows: int) -> tuple[int, ...]:

@@ -17,6 +17,7 @@ from purestep.models.linear import product
 from purestep.models.rope import apply_rope, rope_table
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.lora_add import lora_add_
+from purestep.ops.merge_rows import merge_rows_
 from purestep.ops.paged_attention import paged_attention
 from purestep.state.batch import Batch, EmbedLora, LoraBatch
 from purestep.state.pytree import tree
@@ -104,7 +105,7 @@ def forward(
     layer_fn = layer_fn or decoder_layer
     h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
-        h_TD = h_TD.index_copy(0, *embeds)
+        merge_rows_(h_TD, *embeds)
     cos_TC, sin_TC = rope_table(
         config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
     )
