@@ -12,6 +12,7 @@ from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
 from purestep.engine.memory import choose_num_blocks
+from purestep.engine.native import use_native
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
@@ -34,7 +35,7 @@ class Program:
     config: Config
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
-    fused: bool  # a GPU's kernels (models/fused.py) take the layers' place, and graphs replay them
+    fused: bool  # our own kernels (models/fused.py) take the layers' place; a GPU's are in graphs
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
@@ -123,9 +124,10 @@ def make_program(
         if not isinstance(name, str) or not name or not callable(function):
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
-    fused = torch.device(device).type == "cuda" and kernels.usable()
+    kind = torch.device(device).type
+    graphs = kind == "cuda" and kernels.usable()
     if row_buckets is None:
-        row_buckets = default_row_buckets(max_rows) if fused else ()
+        row_buckets = default_row_buckets(max_rows) if graphs else ()
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -154,6 +156,7 @@ def make_program(
         lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
+    fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,

@@ -9,7 +9,8 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from purestep.models.linear import BLOCK_WIDTHS, HAS_MKL, block_width, product
+from purestep.ops.linear import BLOCK_WIDTHS, HAS_MKL, block_width
+from purestep.ops.linear import linear as product
 
 WIDTHS = [1, 7, 32, 48, 64, 96, 128, 160, 192, 257, 288, 384]
 
