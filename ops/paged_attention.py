@@ -92,8 +92,9 @@ def _on_cpu(
     check_paged_attention(q_TNH, kv, *tables, scale, window)
     o_TNH = torch.empty(q_TNH.shape)
     tables32 = (table.int().contiguous() for table in tables)
-    native.attend_(o_TNH, q_TNH, kv, *tables32, scale, window)
-    _attend_(o_TNH, q_TNH, kv, tables, scale, window, "elsewhere")
+    done = native.attend_(o_TNH, q_TNH, kv, *tables32, scale, window)
+    if done < len(q_TNH):
+        _attend_(o_TNH, q_TNH, kv, tables, scale, window, "elsewhere")
     return o_TNH
 
 

@@ -34,7 +34,7 @@ def load(path: str | None) -> None:
         for name, kinds in _ARGUMENTS.items():
             function = getattr(library, name)
             function.argtypes = [*(_KINDS[kind] for kind in kinds), ctypes.c_int]
-            function.restype = None
+            function.restype = ctypes.c_int64 if name == "attend" else None
     _library = library
 
 
@@ -49,9 +49,9 @@ def takes(*tensors: Tensor) -> bool:
     )
 
 
-def _call(name: str, *args: Tensor | int | float | None) -> None:
+def _call(name: str, *args: Tensor | int | float | None) -> int | None:
     plain = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-    getattr(_library, name)(*plain, torch.get_num_threads())
+    return getattr(_library, name)(*plain, torch.get_num_threads())
 
 
 def linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None) -> Tensor:
@@ -120,12 +120,13 @@ def attend_(
     block_table_RM: Tensor,
     scale: float,
     window: int,
-) -> None:
-    """Writes the results of rows with one query. Index tensors are int32 and contiguous."""
+) -> int:
+    """Writes the results of rows with one query, and returns how many there are. Index tensors are
+    int32 and contiguous."""
     _, blocks, size, K, H = kv.shape
     tensors = q_TNH, kv, query_start_R1, context_len_R, block_table_RM, o_TNH
     sizes = *block_table_RM.shape, q_TNH.shape[1], K, H, size, blocks, q_TNH.stride(0)
-    _call("attend", *tensors, *sizes, window, scale)
+    return _call("attend", *tensors, *sizes, window, scale)
 
 
 def silu_mul(y_TO: Tensor) -> Tensor:

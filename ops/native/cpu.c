@@ -298,6 +298,14 @@ void rope_write(const float *qkv, const float *cos, const float *sin, const floa
         }
 }
 
+/* Places `from` <= j < end of a head, which lie `ld` apart, begin their way to a cache. */
+INLINE void fetch(const float *p, i64 ld, const i32 *table, i64 B, i64 from, i64 end, i64 H) {
+    for (i64 j = from; j < end; j++) {
+        const float *at = p + (table[j / B] * B + j % B) * ld;
+        for (i64 i = 0; i < H; i += 16) __builtin_prefetch(at + i);
+    }
+}
+
 /* Up to ROWS queries q[T][H] of one position against keys and values first <= j < end of one head:
    place j lies in block table[j / B]. The softmax is kept up to date as keys come. */
 static void attend_head(int T, const float *const *q, const float *k, const float *v, i64 ld,
@@ -308,8 +316,10 @@ static void attend_head(int T, const float *const *q, const float *k, const floa
         top[t] = -INFINITY, mass[t] = 0;
         memset(o[t], 0, 4 * H);
     }
+    fetch(k, ld, table, B, first, least(first + KEYS, end), H);
     for (i64 at = first; at < end; at += KEYS) {
         i64 n = least(KEYS, end - at), j, part;
+        fetch(v, ld, table, B, at, at + n, H);
         for (j = 0; j < n; j += part) {
             i64 offset = (at + j) % B, place = table[(at + j) / B] * B + offset;
             part = least(B - offset, n - j);
@@ -334,6 +344,7 @@ static void attend_head(int T, const float *const *q, const float *k, const floa
             top[t] = most;
             for (i64 i = 0; i < H; i++) o[t][i] *= kept;
         }
+        fetch(k, ld, table, B, at + n, least(at + n + KEYS, end), H);
         for (j = 0; j < n; j += part) {
             i64 offset = (at + j) % B, place = table[(at + j) / B] * B + offset;
             part = least(B - offset, n - j);
@@ -346,12 +357,15 @@ static void attend_head(int T, const float *const *q, const float *k, const floa
 }
 
 /* o[t] for every row r with one query, which is token t = start_R1[r]; q's tokens are ldq apart.
+   Returns how many such rows there are.
    kv[2, blocks, B, K, H]; the row sees the first context_R[r] places of the blocks table_RM[r], or
    the last `window` of them. */
-void attend(const float *q, const float *kv, const i32 *start_R1, const i32 *context_R,
+i64 attend(const float *q, const float *kv, const i32 *start_R1, const i32 *context_R,
             const i32 *table_RM, float *o, i64 R, i64 M, i64 N, i64 K, i64 H, i64 B, i64 blocks,
             i64 ldq, i64 window, float scale, int threads) {
     const i64 G = N / K;
+    i64 lone = 0;
+    for (i64 r = 0; r < R; r++) lone += start_R1[r + 1] - start_R1[r] == 1;
     PARALLEL(schedule(dynamic))
     for (i64 item = 0; item < R * K; item++) {
         i64 r = item / K, head = item % K, t = start_R1[r], end = context_R[r];
@@ -369,6 +383,7 @@ void attend(const float *q, const float *kv, const i32 *start_R1, const i32 *con
             attend_head(n, from, k, v, K * H, table_RM + r * M, B, first, end, H, scale, to);
         }
     }
+    return lone;
 }
 
 /* out[T, F] = silu(gate) up for y[T, 2F], gate and up side by side. */
