@@ -1,6 +1,7 @@
 """Every choice an engine makes, resolved once and then frozen."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from purestep.models.config import ModelConfig
 from purestep.state.adapters import ROW_BLOCK
@@ -40,6 +41,8 @@ class Config:
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
+    vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
+    image_limit: int = 0  # images in one prompt; 0 where there is no tower, or none is loaded
 
     @property
     def kv_identity(self) -> str:
@@ -79,6 +82,11 @@ def check_config(config: Config) -> Config:
     if not 1 <= config.max_lora_rank <= config.lora_rows:
         raise ConfigError(
             f"max_lora_rank={config.max_lora_rank} must be in 1..lora_rows={config.lora_rows}"
+        )
+    if config.image_limit < 0 or bool(config.image_limit) != (config.vision is not None):
+        raise ConfigError(
+            f"image_limit={config.image_limit} must be at least 1 with a vision tower, which this "
+            f"program {'has' if config.vision is not None else 'lacks'}, and 0 without"
         )
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")

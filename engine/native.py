@@ -34,7 +34,7 @@ def use_native() -> bool:
     try:
         native.load(str(build()))
     except (OSError, subprocess.SubprocessError) as error:
-        why = getattr(error, "stderr", None) or error
+        why = (getattr(error, "stderr", None) or str(error)).strip()[:500]
         warnings.warn(
             f"no C forms of the ops, plain torch runs instead, at about half the speed: {why} "
             f"({SWITCH}=0 in the environment takes this warning away)",

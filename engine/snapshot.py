@@ -115,6 +115,7 @@ def _identity(config: Config) -> dict[str, Any]:
     return {
         "weights": config.weights,
         "model": asdict(config.model),
+        "vision": None if config.vision is None else asdict(config.vision),
         "dtype": config.dtype,
         "block_size": config.block_size,
         "max_active_adapters": config.max_active_adapters,

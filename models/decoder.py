@@ -105,7 +105,9 @@ def forward(
     h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
         h_TD = h_TD.index_copy(0, *embeds)
-    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
+    cos_TC, sin_TC = rope_table(
+        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
+    )
     rows = adapters if adapters is not None else (None,) * len(params.layers)
     layers = zip(params.layers, rows, kv, config.windows, strict=True)
     for i, (layer, layer_rows, pages, window) in enumerate(layers):

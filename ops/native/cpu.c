@@ -9,6 +9,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#ifdef __FMA__
+#include <immintrin.h>
+#endif
 
 #ifdef __AVX512F__
 #define LANES 16
@@ -42,7 +45,7 @@ typedef vec loose __attribute__((aligned(4), may_alias));
 #else
 #define SHUFFLE(a, b, i, j, k, l) __builtin_shuffle(a, b, (ivec4){i, j, k, l})
 #endif
-#ifdef __x86_64__ /* gcc reads an operand from memory anew for each of its products otherwise */
+#ifdef __AVX__ /* gcc reads an operand from memory anew for each of its products otherwise */
 #define KEEP(v) __asm__("" : "+v"(v))
 #else
 #define KEEP(v)
@@ -52,7 +55,20 @@ INLINE i64 least(i64 a, i64 b) { return a < b ? a : b; }
 INLINE vec load(const float *p) { return *(const loose *)p; }
 INLINE void store(float *p, vec v) { *(loose *)p = v; }
 INLINE vec all(float x) { return (vec){0} + x; }
-INLINE vec select(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
+
+/* a b + c, rounded once. A compiler left to itself does so in one copy of a loop and not in the
+   next, which shows in the bits of a row that meets other numbers of rows. */
+INLINE vec fused(vec a, vec b, vec c) {
+#ifdef __AVX512F__
+    return _mm512_fmadd_ps(a, b, c);
+#elif defined(__FMA__)
+    return _mm256_fmadd_ps(a, b, c);
+#else
+    return a * b + c;
+#endif
+}
+
+INLINE vec pick(ivec where, vec a, vec b) { return (vec)((where & (ivec)a) | (~where & (ivec)b)); }
 
 /* The first n < LANES numbers; the others are `fill`. */
 INLINE vec load_some(const float *p, i64 n, float fill) {
@@ -64,7 +80,7 @@ INLINE vec load_some(const float *p, i64 n, float fill) {
 /* exp within 2 units in the last place; 0 below -87.3, infinity above 88, NaN for NaN. */
 INLINE vec exps(vec x) {
     ivec low = x < -87.3f, high = x > 88.0f;
-    vec c = select(low, all(-87.3f), select(high, all(88.0f), x));
+    vec c = pick(low, all(-87.3f), pick(high, all(88.0f), x));
     vec n = c * 1.44269504f + 12582912.0f; /* 1.5 * 2^23: what is left of a fraction is rounded */
     n -= 12582912.0f;
     vec r = c - n * 0.693359375f + n * 2.12194440e-4f;
@@ -75,7 +91,7 @@ INLINE vec exps(vec x) {
     p = p * r + 5.0000001201e-1f;
     p = p * r * r + r + 1.0f;
     p *= (vec)((__builtin_convertvector(n, ivec) + 127) << 23);
-    return select(low, all(0), select(high, all(INFINITY), p));
+    return pick(low, all(0), pick(high, all(INFINITY), p));
 }
 
 INLINE vec4 folded(vec v) {
@@ -115,13 +131,14 @@ INLINE void tile(const int T, const int O, const float *const *x, const float *w
             vec u = load(x[t] + k);
             KEEP(u);
 #pragma GCC unroll 4
-            for (int o = 0; o < O; o++) acc[o][t] += u * v[o];
+            for (int o = 0; o < O; o++) acc[o][t] = fused(u, v[o], acc[o][t]);
         }
     }
     if (k < D)
         for (int t = 0; t < T; t++)
             for (int o = 0; o < O; o++)
-                acc[o][t] += load_some(x[t] + k, D - k, 0) * load_some(w + o * ldw + k, D - k, 0);
+                acc[o][t] = fused(load_some(x[t] + k, D - k, 0),
+                                  load_some(w + o * ldw + k, D - k, 0), acc[o][t]);
 #pragma GCC unroll 4
     for (int o = 0; o < O; o++) {
         vec4 s = sums(acc[o][0], acc[o][1], acc[o][2], acc[o][3]);
@@ -159,16 +176,17 @@ INLINE void mix_rows(const int T, const float *const *h, i64 R, const float *b, 
             vec v = load(b + r * ldb + o);
             KEEP(v);
 #pragma GCC unroll 4
-            for (int t = 0; t < T; t++) acc[t] += h[t][r] * v;
+            for (int t = 0; t < T; t++) acc[t] = fused(all(h[t][r]), v, acc[t]);
         }
 #pragma GCC unroll 4
         for (int t = 0; t < T; t++) store(y[t] + o, acc[t]);
     }
-    for (; o < O; o++)
+    if (o < O)
         for (int t = 0; t < T; t++) {
-            float s = y[t][o];
-            for (i64 r = 0; r < R; r++) s += h[t][r] * b[r * ldb + o];
-            y[t][o] = s;
+            vec acc = load_some(y[t] + o, O - o, 0);
+            for (i64 r = 0; r < R; r++)
+                acc = fused(all(h[t][r]), load_some(b + r * ldb + o, O - o, 0), acc);
+            memcpy(y[t] + o, &acc, 4 * (O - o));
         }
 }
 
@@ -415,8 +433,8 @@ void greedy(const float *logits, i64 *token, float *logprob, i64 S, i64 V, int t
         for (v = 0; v < V; v += LANES) {
             vec u = V - v < LANES ? load_some(x + v, V - v, x[v]) : load(x + v);
             sound &= u == u;
-            high = select(u > high, u, high);
-            low = select(u < low, u, low);
+            high = pick(u > high, u, high);
+            low = pick(u < low, u, low);
         }
         int whole = 1;
         for (int i = 0; i < LANES; i++) {
