@@ -236,7 +236,7 @@ def views(buffer: Tensor, spots: Spots) -> Batch:
 
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
-    """`pack` for a GPU's kernels, in one copy."""
+    """`pack` for the fused decoder, in one copy."""
     arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
     index_S = arrays["logits_index_S"]
     if plan.residents:

@@ -13,6 +13,7 @@ from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
 from purestep.engine.memory import choose_num_blocks
+from purestep.engine.native import use_native
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
@@ -43,7 +44,8 @@ class Program:
     config: Config
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
-    fused: bool  # a GPU's kernels (models/fused.py) take the layers' place, and graphs replay them
+    fused: bool  # our own kernels (models/fused.py) take the layers' place
+    graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
@@ -141,7 +143,8 @@ def make_program(
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
     On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
-    `compile` is for other devices, since nothing is left to fuse there (models/fused.py).
+    `compile` is for other devices, since nothing is left to fuse there (models/fused.py); on a CPU
+    it takes the place of our own code for float32, which is the faster one.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
@@ -159,9 +162,10 @@ def make_program(
         if not isinstance(name, str) or not name or not callable(function):
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
-    fused = torch.device(device).type == "cuda" and kernels.usable()
+    kind = torch.device(device).type
+    graphs = kind == "cuda" and kernels.usable()
     if row_buckets is None:
-        row_buckets = default_row_buckets(max_rows) if fused else ()
+        row_buckets = default_row_buckets(max_rows) if graphs else ()
     if image_limit is None:
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
@@ -200,12 +204,14 @@ def make_program(
         config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
+    fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,
         params=params,
         layer=compile_layer() if compiled else decoder_layer,
         fused=fused,
+        graphs=graphs,
         tokenizer=tokenizer,
         processors=Map(processors or {}),
         defaults=defaults,
