@@ -11,7 +11,7 @@ import torch
 from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
-from purestep.engine.memory import choose_num_blocks
+from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
@@ -93,7 +93,8 @@ def make_program(
     max_registered_adapters: int = 64,
     adapter_age_limit: int = 256,
     adapter_preemption: bool = False,
-    lora_rows: int = 128,
+    lora_rows: int | None = None,
+    adapter_bytes: int | None = None,
     max_lora_rank: int | None = None,
     prefix_caching: bool = True,
     compile: bool = False,
@@ -106,6 +107,7 @@ def make_program(
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
+    `lora_rows` counts the rows of memory for adapters (128), or `adapter_bytes` does.
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
     (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`;
     with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
@@ -124,6 +126,15 @@ def make_program(
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     fused = torch.device(device).type == "cuda" and kernels.usable()
+    if lora_vocab is None:
+        lora_vocab = torch.device(device).type == "cpu"
+    if lora_rows is not None and adapter_bytes is not None:
+        raise ConfigError(
+            f"lora_rows={lora_rows} and adapter_bytes={adapter_bytes}: give at most one"
+        )
+    if adapter_bytes is not None:
+        lora_rows = rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab)
+    lora_rows = 128 if lora_rows is None else lora_rows
     if row_buckets is None:
         row_buckets = default_row_buckets(max_rows) if fused else ()
     config = Config(
@@ -151,7 +162,7 @@ def make_program(
         processors=tuple(sorted(processors or ())),
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
-        lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
+        lora_vocab=lora_vocab,
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     compiled = compile and not fused and can_compile(device)
