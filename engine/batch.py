@@ -5,10 +5,11 @@ each record is written when the last sample of its line has finished. So records
 of completion; `line` says where each belongs.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 from purestep.engine.batch_files import DigestSet, Line, ResultFile, read_lines
 from purestep.engine.batch_media import MediaRule, read_media
@@ -182,20 +183,20 @@ def request_of(program: Program, job: BatchJob, request_id: str, row: Row) -> Re
     """The request that a row asks for. What the row leaves open is as the checkpoint's
     generation_config.json has it. Raises BatchLineError."""
     _check_adapter(job, row)
-    if images := row.images:
-        rule = job.media or MediaRule(folder=job.input.parent)
-        for source in images:
-            read_media(rule, source)
-        raise BatchLineError("modality_not_supported", "images are not supported by this model")
+    prompt = row.prompt
+    if row.images:
+        prompt = with_pictures(job.media or MediaRule(folder=job.input.parent), prompt)
+        if not takes_images(program):
+            raise BatchLineError("modality_not_supported", "this model takes no images")
     sampling = _sampling(program.defaults, job, row)
-    if not isinstance(row.prompt, str) and not any(isinstance(m, Mapping) for m in row.prompt):
+    if not isinstance(prompt, str) and not any(isinstance(m, Mapping) for m in prompt):
         return Request(
-            id=request_id, tokens=row.prompt, adapter=row.adapter, salt=row.salt, sampling=sampling
+            id=request_id, tokens=prompt, adapter=row.adapter, salt=row.salt, sampling=sampling
         )
     try:
         return prepare(
             program,
-            row.prompt,
+            prompt,
             id=request_id,
             adapter=row.adapter,
             salt=row.salt,
@@ -207,6 +208,29 @@ def request_of(program: Program, job: BatchJob, request_id: str, row: Row) -> Re
     except Exception as error:  # a chat template raises what it likes
         why = f"{type(error).__name__}: {error}"
         raise BatchLineError("invalid_request", f"the prompt cannot be prepared: {why}") from error
+
+
+def takes_images(program: Program) -> bool:
+    """Whether the program has an encoder of images."""
+    return getattr(program, "vision", None) is not None
+
+
+def with_pictures(
+    rule: MediaRule, messages: Sequence[Mapping[str, Any]]
+) -> list[Mapping[str, Any]]:
+    """The messages with the bytes of each picture in its part. Raises BatchLineError."""
+
+    def filled(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        if part["type"] != "image":
+            return part
+        return {"type": "image", "image": read_media(rule, part["url"])}
+
+    return [
+        message
+        if isinstance(message["content"], str)
+        else {**message, "content": [filled(part) for part in message["content"]]}
+        for message in messages
+    ]
 
 
 def _check_adapter(job: BatchJob, row: Row) -> None:

@@ -4,7 +4,6 @@ For checking a batch file, its adapters and its limits at the speed of the host,
 the host alone. S sampled rows.
 """
 
-import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -14,15 +13,14 @@ import numpy as np
 
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
+from purestep.engine.memory_plan import read_model_config
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.prepare import load_tokenizer
 from purestep.engine.program import Program, make_program
 from purestep.engine.schedule import schedule
 from purestep.engine.step import idle_outputs
 from purestep.models.checkpoint import generation_defaults, stop_ids
-from purestep.models.families import model_config_from_hf
 from purestep.state.engine import EngineState, drop_blobs
-from purestep.state.errors import CheckpointError
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.request import frozen
 from purestep.state.sampling import SamplingParams
@@ -35,14 +33,10 @@ def dry_program(path: str | os.PathLike, **options: Any) -> Program:
     """A program without weights over a checkpoint folder, for `dry_step` alone; `options` as for
     `load_program`. Raises CheckpointError or ConfigError."""
     folder = Path(path)
-    try:
-        given = json.loads((folder / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{folder / 'config.json'} cannot be read: {error}") from None
     options |= {"device": "cpu", "dtype": "float32", "compile": False}
     options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
     return make_program(
-        model_config_from_hf(given),
+        read_model_config(folder),
         None,
         weights=WEIGHTS,
         stop_ids=stop_ids(folder),
