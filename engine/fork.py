@@ -5,14 +5,9 @@ from dataclasses import replace
 import torch
 
 from purestep.engine.config import Config
+from purestep.engine.memory import pool_bytes
 from purestep.engine.platform import available_bytes
-from purestep.engine.pool import (
-    allocate_pool,
-    claim,
-    copy_adapter_,
-    copy_blocks_,
-    pool_bytes,
-)
+from purestep.engine.pool import allocate_pool, claim, copy_adapter_, copy_blocks_
 from purestep.engine.program import Program
 from purestep.state.blocks import BlockLedger, empty_blocks
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet

@@ -12,7 +12,7 @@ from blake3 import blake3
 from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
-from purestep.engine.memory import choose_num_blocks
+from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
 from purestep.engine.native import use_native
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
@@ -116,7 +116,8 @@ def make_program(
     max_registered_adapters: int = 64,
     adapter_age_limit: int = 256,
     adapter_preemption: bool = False,
-    lora_rows: int = 128,
+    lora_rows: int | None = None,
+    adapter_bytes: int | None = None,
     max_lora_rank: int | None = None,
     prefix_caching: bool = True,
     compile: bool = False,
@@ -135,6 +136,7 @@ def make_program(
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
+    `lora_rows` counts the rows of memory for adapters (128), or `adapter_bytes` does.
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
     (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`;
     with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
@@ -164,6 +166,15 @@ def make_program(
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
     graphs = kind == "cuda" and kernels.usable()
+    if lora_vocab is None:
+        lora_vocab = kind == "cpu"
+    if lora_rows is not None and adapter_bytes is not None:
+        raise ConfigError(
+            f"lora_rows={lora_rows} and adapter_bytes={adapter_bytes}: give at most one"
+        )
+    if adapter_bytes is not None:
+        lora_rows = rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab)
+    lora_rows = 128 if lora_rows is None else lora_rows
     if row_buckets is None:
         row_buckets = default_row_buckets(max_rows) if graphs else ()
     if image_limit is None:
@@ -194,7 +205,7 @@ def make_program(
         processors=tuple(sorted(processors or ())),
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
-        lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
+        lora_vocab=lora_vocab,
         vision=None if vision is None else vision.config,
         image_limit=image_limit,
         disable_chunked_mm_input=disable_chunked_mm_input,
