@@ -153,5 +153,6 @@ LLAVA_NEXT = VisionFamily(
     placeholder=placeholder,
     encode=encode,
     grid=lambda config, item: None,
+    merge=lambda config: 0,
     largest=largest,
 )
