@@ -31,7 +31,7 @@ from purestep.state.canonical import from_plain, to_plain
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import AdapterError, SnapshotError
 
-FORMAT = "purestep/snapshot/3"
+FORMAT = "purestep/snapshot/4"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
 PROMPTS = "prompts.safetensors"
 
@@ -117,6 +117,7 @@ def _identity(config: Config) -> dict[str, Any]:
         "model": asdict(config.model),
         "dtype": config.dtype,
         "block_size": config.block_size,
+        "adapter_block_quota": config.adapter_block_quota,
         "max_active_adapters": config.max_active_adapters,
         "lora_rows": config.lora_rows,
         "prefix_caching": config.prefix_caching,

@@ -125,6 +125,7 @@ def empty_host(
     num_slots: int,
     num_row_blocks: int,
     max_registered: int,
+    block_quota: int = 0,
 ) -> HostState:
     """The state before the first request."""
     rows = Rows(
@@ -144,7 +145,7 @@ def empty_host(
         requests=Map(),
         waiting=(),
         rows=rows,
-        blocks=empty_blocks(num_blocks),
+        blocks=empty_blocks(num_blocks, block_quota),
         adapters=empty_adapters(num_slots, num_row_blocks, max_registered),
         encoder=EncoderLedger(),
         copies=(),

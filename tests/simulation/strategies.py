@@ -81,6 +81,7 @@ config_changes = st.fixed_dictionaries(
         "long_prefill_threshold": st.sampled_from((0, 3)),
         "adapter_age_limit": st.sampled_from((0, 3, 12)),
         "adapter_preemption": st.booleans(),
+        "adapter_block_quota": st.sampled_from((0, 0, 4)),
         "tokens": st.just(TABLE),
     }
 )
