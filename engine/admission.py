@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from purestep.engine.config import Config, row_limit
+from purestep.engine.encoding import Encoding
 from purestep.engine.policy import Order
 from purestep.engine.quota import quota_room
 from purestep.state.adapters import (
@@ -21,6 +22,7 @@ from purestep.state.adapters import (
 )
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState, Rows, completion, make_row
+from purestep.state.media import outside_groups
 from purestep.state.request import Completion, FinishReason, RequestState, frozen
 
 
@@ -40,13 +42,20 @@ class Admitted:
 
 
 def admit(
-    config: Config, host: HostState, order: Order, draft: BlockDraft, running: Rows, room: int
+    config: Config,
+    host: HostState,
+    order: Order,
+    draft: BlockDraft,
+    encoding: Encoding,
+    running: Rows,
+    room: int,
 ) -> Admitted:
     """Admit in order while tokens, rows, blocks and adapter places last.
 
     A request whose adapter finds no place, or has its quota of blocks, is skipped, the next may
     fit; one that finds no blocks stops the admission, or large prompts would wait for ever behind
-    small ones. Base requests are never skipped.
+    small ones. Base requests are skipped only where a media item cannot be encoded in this step
+    (`engine/encoding.py`).
 
     First come, first served among the requests of one adapter: whoever is admitted is, each time,
     the first in the order that has a place. A place opens in mid-pass by an activation alone, which
@@ -73,7 +82,7 @@ def admit(
     if not order.waiting:
         return out
     queue = _Queue(config, host, order, running, draft, out)
-    while room and len(running.ids) + len(out.rows) < config.max_rows:
+    while room and not encoding.stalled and len(running.ids) + len(out.rows) < config.max_rows:
         found = queue.next(out.adapters, to_the_end=not (running.ids or out.rows))
         if found is None:
             break
@@ -82,6 +91,8 @@ def admit(
             # A branch of a row whose next token outgrows the pool; the row itself ends likewise.
             out.ended.append(ended_request(config, record, FinishReason.CAPACITY))
             continue
+        if record.request.features and not _encodes(config, record, draft, encoding, room):
+            continue
         if not _blocks_suffice(config, record, draft):
             break
         if record.version is not None:
@@ -89,7 +100,7 @@ def admit(
             if record.version not in out.adapters.resident:
                 out.adapters = renew_reservations(activate(out.adapters, record.version, victims))
                 queue.look_again()
-        room -= _start_row(config, record, draft, room, out)
+        room -= _start_row(config, record, draft, encoding, room, out)
     skipped = queue.skipped()
     out.adapters = _with_promises(config, host, out.adapters, skipped, queue.counts)
     if skipped and not (running.ids or out.rows):
@@ -290,6 +301,19 @@ def _blocks_suffice(config: Config, record: RequestState, draft: BlockDraft) -> 
     return total - len(hits) + draft.count_queued(hits) <= draft.num_free
 
 
+def _encodes(
+    config: Config, record: RequestState, draft: BlockDraft, encoding: Encoding, room: int
+) -> bool:
+    """Whether the items that its first tokens need can be encoded now."""
+    start = len(_prefix_hits(config, record, draft)) * config.block_size
+    return encoding.lets_in(record, start, _first_count(config, record, start, room))
+
+
+def _first_count(config: Config, record: RequestState, start: int, room: int) -> int:
+    """The tokens a new row computes first, media aside."""
+    return min(_num_tokens(record) - start, room, config.long_prefill_threshold or room)
+
+
 def _num_tokens(record: RequestState) -> int:
     return len(record.request.tokens) + len(record.generated)
 
@@ -301,21 +325,29 @@ def _prefix_hits(config: Config, record: RequestState, draft: BlockDraft) -> lis
         return []
     most, told = _num_tokens(record) - 1, record.num_told
     usable = most if told is None else min(most, told)
+    if config.disable_chunked_mm_input:
+        usable = outside_groups(record.request.features, usable, config.block_size)
     return draft.lookup(record.digests[: usable // config.block_size])
 
 
 def _start_row(
-    config: Config, record: RequestState, draft: BlockDraft, room: int, out: Admitted
+    config: Config,
+    record: RequestState,
+    draft: BlockDraft,
+    encoding: Encoding,
+    room: int,
+    out: Admitted,
 ) -> int:
     """Give a record its blocks and make it a row; returns the tokens it computes first."""
-    B, total = config.block_size, _num_tokens(record)
+    B = config.block_size
     hits = _prefix_hits(config, record, draft)
     draft.retain(hits)
     computed = len(hits) * B
-    count = min(total - computed, room, config.long_prefill_threshold or total)
-    table = frozen(
-        [*hits, *draft.allocate(-(-(computed + count) // B) - len(hits), record.version)]
-    )
+    count = _first_count(config, record, computed, room)
+    if record.request.features:
+        count = encoding.fit(record, computed, count)
+    num_more = -(-(computed + count) // B) - len(hits)
+    table = frozen([*hits, *draft.allocate(num_more, record.version)])
     if config.prefix_caching:
         register_blocks(config, record, table, computed, computed + count, draft)
     limit = row_limit(config, record)
