@@ -15,7 +15,16 @@ ALLOWED = {
     "state": {"numpy", "blake3", "immutables", "torch"},
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "blake3", "torch", "transformers", "safetensors"},
-    "engine": {"numpy", "blake3", "immutables", "torch", "transformers", "safetensors", "tqdm"},
+    "engine": {
+        "numpy",
+        "blake3",
+        "immutables",
+        "torch",
+        "transformers",
+        "safetensors",
+        "tqdm",
+        "PIL",
+    },
 }
 ARROWS = {
     "state": {"state"},
