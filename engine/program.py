@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
@@ -16,7 +17,12 @@ from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
 from purestep.engine.sampling import Processor
-from purestep.models.checkpoint import generation_defaults, load_checkpoint, stop_ids
+from purestep.models.checkpoint import (
+    generation_defaults,
+    load_checkpoint,
+    load_vision,
+    stop_ids,
+)
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
@@ -47,12 +53,20 @@ class Program:
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
     """Load a Hugging Face checkpoint folder; `options` are those of `make_program`.
 
+    With `image_limit=0` a multimodal model's tower is not read. Config.weights names it, too, where
+    it is.
+
     Raises CheckpointError or ConfigError. Nothing is ever downloaded.
     """
     folder = Path(path)
     device = resolve_device(options.pop("device", "auto"))
     dtype = resolve_dtype(options.pop("dtype", "auto"), device, _stored_dtype(folder))
-    model, params, digest = load_checkpoint(folder, dtype=getattr(torch, dtype), device=device)
+    form = {"dtype": getattr(torch, dtype), "device": device}
+    model, params, digest = load_checkpoint(folder, **form)
+    found = load_vision(folder, **form) if options.get("image_limit") != 0 else None
+    vision, tower = found or (None, None)
+    if tower is not None:
+        digest = blake3(f"purestep weights with tower v1\n{digest}\n{tower}".encode()).hexdigest()
     tokenizer = load_tokenizer(folder)
     options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
     return make_program(
@@ -63,6 +77,7 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
         device=device,
         stop_ids=stop_ids(folder),
         tokenizer=tokenizer,
+        vision=vision,
         **options,
     )
 
@@ -73,7 +88,9 @@ def _stored_dtype(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return "float32"  # load_checkpoint says what is wrong with the file
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
+    text = config.get("text_config") or {}
+    names = [c.get(key) for c in (config, text) for key in ("dtype", "torch_dtype")]
+    return next(filter(None, names), "float32")
 
 
 def make_program(
