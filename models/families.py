@@ -3,6 +3,7 @@
 import copy
 import math
 import re
+from dataclasses import replace
 from typing import Any
 
 from transformers import (
@@ -12,11 +13,13 @@ from transformers import (
     Phi3Config,
     PretrainedConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
 )
 
 from purestep.models.config import ModelConfig, RopeConfig
 from purestep.models.llava import LLAVA
+from purestep.models.qwen2_vl import QWEN2_VL
 from purestep.models.rope import ROPE_KINDS
 from purestep.models.vision import VisionFamily
 from purestep.state.errors import CheckpointError
@@ -31,7 +34,10 @@ FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
 
 MULTIMODAL: dict[str, tuple[str, type[PretrainedConfig], VisionFamily]] = {
     "llava": ("LlavaForConditionalGeneration", LlavaConfig, LLAVA),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", Qwen2VLConfig, QWEN2_VL),
 }
+# Language models with M-RoPE, which only multimodal models have, and the family they are else.
+WITH_MROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
 
 
 def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelConfig:
@@ -49,10 +55,11 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
     the kinds of attention and of rope, the activation, or sizes that contradict each other.
     """
     family, hf = _read_config(hf_config)
-    tie_embeddings = bool(hf.tie_word_embeddings)
+    tie_embeddings, has_mrope = bool(hf.tie_word_embeddings), False
     if family in MULTIMODAL:
         outer, hf = family, hf.get_text_config()
-        family = hf.model_type
+        has_mrope = hf.model_type in WITH_MROPE
+        family = WITH_MROPE.get(hf.model_type, hf.model_type)
         if family not in FAMILIES:
             raise CheckpointError(
                 f"language model {family!r} in a {outer} model is not supported, only "
@@ -83,7 +90,10 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
         vocab_size=hf.vocab_size,
         max_position=hf.max_position_embeddings,
         norm_eps=hf.rms_norm_eps,
-        rope=_rope_config(hf, family, head_dim),
+        rope=replace(
+            _rope_config(hf, family, head_dim),
+            sections=_sections(hf, head_dim) if has_mrope else (),
+        ),
         tie_embeddings=tie_embeddings,
         qkv_bias=family == "qwen2" or attention_bias,
         out_bias=attention_bias,
@@ -205,6 +215,18 @@ def _rope_config(hf: PretrainedConfig, family: str, head_dim: int) -> RopeConfig
         long_factors=_factors(rope, "long_factor", channels // 2),
         attention_factor=_number(rope, "attention_factor", attention),
     )
+
+
+def _sections(hf: PretrainedConfig, head_dim: int) -> tuple[int, ...]:
+    """How M-RoPE divides the pairs of channels; transformers' own default where it is not said."""
+    sections = (hf.rope_parameters or {}).get("mrope_section", [16, 24, 24])
+    whole = isinstance(sections, list | tuple) and all(isinstance(s, int) for s in sections)
+    if not whole or len(sections) != 3 or min(sections) < 0 or sum(sections) != head_dim // 2:
+        raise CheckpointError(
+            f"mrope_section {sections} must be three numbers of pairs of channels, together "
+            f"{head_dim // 2}, half of the head size"
+        )
+    return tuple(sections)
 
 
 def _yarn_attention(rope: dict[str, Any], factor: float) -> float:

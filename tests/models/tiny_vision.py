@@ -24,6 +24,8 @@ from transformers import (
     LlavaForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
 )
 
@@ -50,6 +52,33 @@ CLIP = {"image_processor_type": "CLIPImageProcessor", **CROPPED}
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 
 
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 2, 1]}
+QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 40,
+}
+
+
+def qwen2_vl(**text: Any) -> Qwen2VLConfig:
+    vision = {
+        "depth": 2,
+        "embed_dim": 32,
+        "hidden_size": 32,
+        "num_heads": 4,
+        "mlp_ratio": 2,
+    }
+    return Qwen2VLConfig(
+        text_config={**SIZES, "rope_parameters": MROPE, **text},
+        vision_config=vision,
+        image_token_id=MARKER,
+        video_token_id=126,
+        vision_start_token_id=125,
+        vision_end_token_id=124,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+    )
+
+
 def llava(vision: PretrainedConfig, **fields: Any) -> LlavaConfig:
     return LlavaConfig(
         vision_config=vision, text_config=LlamaConfig(**SIZES), image_token_index=MARKER, **fields
@@ -68,6 +97,17 @@ def kinds() -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig, dict[str
         "llava-layers": (LlavaForConditionalGeneration, llava(clip, **several), CLIP),
         "llava-bare": (LlavaForConditionalGeneration, llava(clip, **bare), CLIP),
         "llava-siglip": (LlavaForConditionalGeneration, llava(siglip, **whole), SIGLIP),
+        "qwen2_vl": (Qwen2VLForConditionalGeneration, qwen2_vl(), QWEN),
+        "qwen2_vl-tied": (
+            Qwen2VLForConditionalGeneration,
+            qwen2_vl(
+                tie_word_embeddings=True,
+                use_sliding_window=True,
+                sliding_window=6,
+                max_window_layers=1,
+            ),
+            QWEN,
+        ),
     }
 
 
