@@ -9,6 +9,7 @@ import numpy as np
 from immutables import Map
 
 from purestep.state.errors import RequestError, SamplingError
+from purestep.state.media import Feature
 from purestep.state.pytree import tree
 from purestep.state.sampling import (
     LARGEST_INT,
@@ -46,6 +47,7 @@ class Request:
     priority: int = 0
     hidden_layers: tuple[int, ...] = ()
     prompt_embeds: Any = None  # a tensor or array; the digest of its blob once submitted
+    features: tuple[Feature, ...] = ()
 
 
 def for_adapters(request: Request, adapters: Sequence[str | None]) -> list[Request]:
