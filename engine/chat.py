@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from purestep.engine.media import IMAGE_PARTS, OTHER_MEDIA, ImagePart, image_part
+from purestep.engine.images import IMAGE_PARTS, OTHER_MEDIA, ImagePart, image_part
 from purestep.state.errors import MediaError, RequestError
 
 Messages = Sequence[Mapping[str, Any]]

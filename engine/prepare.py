@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from purestep.engine.chat import chat_text, chat_tokens, image_parts
-from purestep.engine.media import check_image_count, check_places, image_part, place, take_images
-from purestep.state.errors import ConfigError, MediaError
+from purestep.engine.images import check_image_count, check_places, image_part, place, take_images
+from purestep.state.errors import CheckpointError, ConfigError, MediaError
 from purestep.state.media import Feature
 from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
 from purestep.state.request import Request, num_given
@@ -137,12 +137,19 @@ def _with_markers(tokens: list[int], markers: list[int], at: str, who: str) -> l
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """The checkpoint's tokenizer, or None where the folder has none."""
+    """The checkpoint's tokenizer, or None where the folder has none. Raises CheckpointError."""
     if not any((folder / f).is_file() for f in ("tokenizer.json", "tokenizer_config.json")):
         return None
     from transformers import AutoTokenizer  # here, since it takes seconds and token ids need none
 
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    older = folder / "chat_template.json"  # where multimodal checkpoints once kept it
+    if not tokenizer.chat_template and older.is_file():
+        try:
+            tokenizer.chat_template = json.loads(older.read_text())["chat_template"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise CheckpointError(f"{older} holds no chat_template: {error!r}") from None
+    return tokenizer
 
 
 def token_table(tokenizer: Any) -> TokenTable:

@@ -1,9 +1,11 @@
 """From a user's pictures to a Request: places, counts, tensors, order, options, refusals."""
 
 import json
+import shutil
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -22,8 +24,8 @@ from purestep.engine import (
     prepare,
 )
 from purestep.engine.chat import chat_tokens
-from purestep.engine.media import Item, place
-from purestep.state.errors import ConfigError, MediaError, RequestError
+from purestep.engine.images import Item, place
+from purestep.state.errors import CheckpointError, ConfigError, MediaError, RequestError
 from tests.engine.test_pictures import data_url, encoded
 from tests.engine.test_processor_cache import message
 from tests.engine.tiny import tiny_program
@@ -217,6 +219,18 @@ def test_templates_that_know_parts_words_or_both(template: str) -> None:
         prepare(program, chat, id="r"),
         prepare(program, want, id="r", images=[image, image]),
     )
+
+
+def test_a_template_may_be_in_the_file_of_older_processors(tmp_path: Path) -> None:
+    path = shutil.copytree(folder("llava"), tmp_path / "model")
+    (path / "chat_template.jinja").unlink()
+    older = path / "chat_template.json"
+    older.write_text(json.dumps({"chat_template": PARTS}))
+    program = load_program(path, device="cpu", num_blocks=8)
+    assert text_of(program, prepare(program, message("a"), id="r")) == "[user]a[assistant]"
+    older.write_text("[]")
+    with pytest.raises(CheckpointError, match=r"chat_template\.json holds no chat_template"):
+        load_program(path, device="cpu", num_blocks=8)
 
 
 def test_a_template_that_writes_nothing_is_refused() -> None:

@@ -143,7 +143,7 @@ def test_a_hit_of_a_file_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None
     cache, first = prepare_cached(
         image_program(), empty_processor_cache(10**6), message(file), id="r"
     )
-    monkeypatch.setattr("purestep.engine.media.decode_picture", None)
+    monkeypatch.setattr("purestep.engine.images.decode_picture", None)
     cache, again = prepare_cached(image_program(), cache, message(file), id="r")
     assert_same_request(first, again)
     assert (cache.num_hits, cache.num_misses) == (1, 1)
