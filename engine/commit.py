@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from purestep.engine.config import Config
+from purestep.engine.encoding import settled
 from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends, unsound_rows
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
@@ -57,6 +58,8 @@ def commit(
         for row, end in ends.items()
     )
     after = _without(host, rows, changed, list(ends))
+    if plan.encodes or host.encoder.holders:
+        after = evolve(after, encoder=settled(host, plan, [rows.ids[row] for row in ends]))
     outputs = Outputs(
         step=plan.step,
         ids=_ids(rows, at_S),

@@ -8,8 +8,10 @@ from purestep.state.adapters import ROW_BLOCK
 from purestep.state.engine import HostState, empty_host
 from purestep.state.errors import ConfigError
 from purestep.state.plan import BatchDescriptor
-from purestep.state.request import RequestState
+from purestep.state.request import Request, RequestState
 from purestep.state.text import TokenTable
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,9 +42,15 @@ class Config:
     processors: tuple[str, ...] = ()  # names of the program's logits processors
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
+    adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
     vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
     image_limit: int = 0  # images in one prompt; 0 where there is no tower, or none is loaded
+    max_encoder_tokens: int = 0  # embeddings that encoders make in one step; 0 = no media
+    encoder_cache_tokens: int = 0  # embeddings kept between steps; 0 = each step encodes anew
+    disable_chunked_mm_input: bool = False  # a step computes a media item whole or not at all
+    mrope_merge: int = 0  # patches a side of a token, where media are placed by grids; 0 = they
+    # are not, and positions are places in the sequence
 
     @property
     def kv_identity(self) -> str:
@@ -50,6 +58,11 @@ class Config:
         rope = self.model.rope
         factors = f"/{'long' if rope.long else 'short'}" if rope.kind == "longrope" else ""
         return f"{self.weights}/{self.dtype}{factors}"
+
+    @property
+    def encoder_row_bytes(self) -> int:
+        """Bytes of one embedding."""
+        return self.model.hidden_size * _ITEMSIZE[self.dtype]
 
 
 def check_config(config: Config) -> Config:
@@ -66,6 +79,11 @@ def check_config(config: Config) -> Config:
         raise ConfigError(
             f"long_prefill_threshold={config.long_prefill_threshold} and "
             f"adapter_age_limit={config.adapter_age_limit} must be at least 0"
+        )
+    if not 0 <= config.adapter_block_quota <= config.num_blocks:
+        raise ConfigError(
+            f"adapter_block_quota={config.adapter_block_quota} must be 0 (no limit) or at most "
+            f"num_blocks={config.num_blocks}"
         )
     if not 2 <= config.max_context <= config.model.max_position:
         raise ConfigError(
@@ -90,6 +108,12 @@ def check_config(config: Config) -> Config:
         )
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
+    if config.max_encoder_tokens < 0 or config.encoder_cache_tokens < 0 or config.mrope_merge < 0:
+        raise ConfigError(
+            f"max_encoder_tokens={config.max_encoder_tokens}, "
+            f"encoder_cache_tokens={config.encoder_cache_tokens} and "
+            f"mrope_merge={config.mrope_merge} must be at least 0"
+        )
     for name in ("token_buckets", "row_buckets"):
         buckets = getattr(config, name)
         if tuple(sorted({*buckets})) != buckets or buckets[:1] == (0,):
@@ -105,14 +129,21 @@ def initial_host(config: Config) -> HostState:
         num_slots=config.max_active_adapters,
         num_row_blocks=config.lora_rows // ROW_BLOCK,
         max_registered=config.max_registered_adapters,
+        block_quota=config.adapter_block_quota,
+        encoder_cache_tokens=config.encoder_cache_tokens,
+        encoder_row_bytes=config.encoder_row_bytes,
     )
 
 
-def row_limit(config: Config, record: RequestState) -> int:
+def request_limit(config: Config, request: Request) -> int:
     """The number of tokens at which a request ends with reason length; all of the prompt's where
     it is only scored."""
-    most = len(record.request.tokens) + record.request.sampling.max_tokens
-    return min(most, config.max_context)
+    return min(len(request.tokens) + request.sampling.max_tokens, config.max_context)
+
+
+def row_limit(config: Config, record: RequestState) -> int:
+    """`request_limit` of a record."""
+    return request_limit(config, record.request)
 
 
 def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from purestep.engine.config import Config
+from purestep.engine.encode import encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import pack, pack_fused, pack_vocab
 from purestep.engine.pool import Pool, advance_, claim, copy_blocks_, upload_adapter_
@@ -40,7 +41,7 @@ def execute(
     valid; if the plan overwrote content, the pool refuses further steps until `recover`.
     """
     pool = claim(device)
-    if not plan.row_ids and not plan.copies:
+    if not (plan.row_ids or plan.copies or plan.drops):
         return device, StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
     try:
         result = _run(program, pool, plan, blobs, meanwhile)
@@ -58,9 +59,13 @@ def _run(
     blobs: Mapping[str, Any],
     meanwhile: Meanwhile | None,
 ) -> StepResult:
-    replayed = program.fused and bool(plan.row_ids) and can_replay(pool.config, plan)
+    replayed = program.graphs and bool(plan.row_ids) and can_replay(pool.config, plan)
     if pool.graphs is not None and not replayed:
         pool.graphs.ahead = None  # it belongs to the step before
+    for identifier in plan.drops:
+        pool.encoded.pop(identifier, None)
+    with torch.inference_mode():
+        outputs = encoded_outputs(program, plan, blobs)
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
@@ -72,25 +77,29 @@ def _run(
             raw_RV = replay(program, pool, plan)
             return StepResult(**sampled(raw_RV, plan.sampling, program.processors, meanwhile))
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
-        batch, hidden_TD = _forward(program, pool, plan, blobs, seen)
-        return StepResult(
+        embeds = _embeds(program, plan, blobs, pool.encoded | outputs)
+        batch, hidden_TD = _forward(program, pool, plan, embeds, seen)
+        result = StepResult(
             **_sampled(program, pool, plan, batch, hidden_TD, meanwhile),
             scored=tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored),
             hidden=_hidden_arrays(program.config, plan, seen),
         )
+    # At the end, as the state before a step that fails knows nothing of them.
+    pool.encoded.update({i.identifier: outputs[i.identifier] for i in plan.encodes if i.keep})
+    return result
 
 
 def _forward(
     program: Program,
     pool: Pool,
     plan: StepPlan,
-    blobs: Mapping[str, Any],
+    embeds: tuple[torch.Tensor, torch.Tensor] | None,
     seen: list[list[torch.Tensor]],
 ) -> tuple[Batch, torch.Tensor]:
     """The plan's batch and its hidden states; `seen` takes what `plan.hidden` asks for."""
     config, params = program.config, program.params
     extras = {
-        "embeds": _embeds(config, plan, blobs),
+        "embeds": embeds,
         "observe": _observer(config, plan, seen) if plan.hidden else None,
     }
     if program.fused:
@@ -169,12 +178,18 @@ def _hidden_arrays(
 
 
 def _embeds(
-    config: Config, plan: StepPlan, blobs: Mapping[str, Any]
+    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(index_E, rows_ED): which token rows enter as embeddings, and those."""
-    if not plan.embedded:
+    if not (plan.embedded or plan.merges):
         return None
-    index_E = np.concatenate([span.index_E for span in plan.embedded])
-    rows = [blobs[s.blob][s.first_row : s.first_row + len(s.index_E)] for s in plan.embedded]
-    device = config.device
-    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows).to(device)
+    device = program.config.device
+    spans = [
+        (s.index_E, blobs[s.blob][s.first_row : s.first_row + len(s.index_E)].to(device))
+        for s in plan.embedded
+    ]
+    spans += merged_rows(program, plan, blobs, outputs)
+    index_E = np.concatenate([index for index, _ in spans])
+    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(
+        [rows for _, rows in spans]
+    )

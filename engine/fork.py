@@ -1,18 +1,14 @@
 """A second engine state with a pool of its own, from copies of what is live."""
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
 
 from purestep.engine.config import Config
+from purestep.engine.memory import pool_bytes
 from purestep.engine.platform import available_bytes
-from purestep.engine.pool import (
-    allocate_pool,
-    claim,
-    copy_adapter_,
-    copy_blocks_,
-    pool_bytes,
-)
+from purestep.engine.pool import allocate_pool, claim, copy_adapter_, copy_blocks_
 from purestep.engine.program import Program
 from purestep.state.blocks import BlockLedger, empty_blocks
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
@@ -23,10 +19,11 @@ from purestep.state.request import frozen
 def fork(program: Program, state: EngineState, num_blocks: int | None = None) -> EngineState:
     """A twin of `state` that can be stepped on its own; `state` stays valid.
 
-    The twin's pool holds copies of live and cached KV blocks and of resident adapters; weights are
-    shared. With `num_blocks` its pool has another size: live blocks are renumbered and the cached
-    ones left behind. Raises ForkMemoryError (bytes needed, bytes free), ConfigError when the live
-    blocks alone exceed `num_blocks`, DonatedStateError or StepError, before any change.
+    The twin's pool holds copies of live and cached KV blocks and of resident adapters; weights and
+    encoder outputs are shared. With `num_blocks` its pool has another size: live blocks are
+    renumbered and the cached ones left behind. Raises ForkMemoryError (bytes needed, bytes free),
+    ConfigError when the live blocks alone exceed `num_blocks`, DonatedStateError or StepError,
+    before any change.
     """
     source = claim(state.device)
     host = quiet(state.host, "fork")
@@ -43,6 +40,7 @@ def fork(program: Program, state: EngineState, num_blocks: int | None = None) ->
     pool = allocate_pool(config)
     for place in host.adapters.resident.values():
         copy_adapter_(source, pool, place)
+    pool.encoded.update(source.encoded)  # never written to, so both may have them
     copy_blocks_(source, pool, [old for old, _ in pairs], [new for _, new in pairs])
     return replace(
         state, config=config, host=host, device=DeviceState(pool=pool, generation=pool.generation)
@@ -72,7 +70,8 @@ def renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[
 
 
 def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int) -> BlockLedger:
-    blocks = empty_blocks(num_blocks)
+    blocks = empty_blocks(num_blocks, old.quota)
+    owner_of = {new: old.owner_of[b] for b, new in place.items() if b in old.owner_of}
     digests = {new: old.digest_of[b] for b, new in place.items() if b in old.digest_of}
     first: dict[bytes, int] = {}
     for block, digest in digests.items():
@@ -83,4 +82,6 @@ def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int)
         digest_of=blocks.digest_of.update(digests),
         block_of=blocks.block_of.update(first),
         fresh=len(place),
+        owner_of=blocks.owner_of.update(owner_of),
+        owned=blocks.owned.update(Counter(owner_of.values())),
     )

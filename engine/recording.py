@@ -28,10 +28,11 @@ from purestep.engine.adapters import (
 )
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
+from purestep.engine.embeds import take_embeds
 from purestep.engine.policy import Order, Policy, fcfs
 from purestep.engine.pool import owned
 from purestep.engine.renewal import adopt, adopt_weights, flush
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, branch, submit, submit_host
 from purestep.engine.schedule import schedule
 from purestep.engine.step import recover, step, without_overwritten
 from purestep.models.adapter_files import Adapter
@@ -42,7 +43,7 @@ from purestep.state.errors import SnapshotError
 from purestep.state.plan import StepResult
 from purestep.state.request import Request
 
-FORMAT = "purestep/recording/1"
+FORMAT = "purestep/recording/2"
 ELSEWHERE = ("device", "compile")  # of a config: where it ran, which changes no host state
 T = TypeVar("T")
 Event = tuple[Any, ...]  # its kind, then what that needs
@@ -192,8 +193,10 @@ def _parsed(line: str) -> Any:
 
 def _folded(state: EngineState, event: Event) -> EngineState:
     match event:
-        case ("submit", Request() as request):
+        case ("submit", Request(features=()) as request):
             return submit(state, request)
+        case ("submit", Request() as request):
+            return _submitted_again(state, request)
         case ("abort", request_id):
             return abort(state, request_id)
         case ("branch", request_id, new_ids):
@@ -221,6 +224,14 @@ def _folded(state: EngineState, event: Event) -> EngineState:
         case ("step", StepResult() as result, order):
             return _stepped(state, result, order)
     raise SnapshotError(f"recording: no event is {str(event)[:80]}")
+
+
+def _submitted_again(state: EngineState, request: Request) -> EngineState:
+    """A request whose media's tensors are not there, and not needed: no plan is executed."""
+    rows = None
+    if request.prompt_embeds is not None:
+        request, rows = take_embeds(state.config, request)
+    return replace(state, host=submit_host(state.config, state.host, request, rows))
 
 
 def _without_tensors(name: str, source: str | None, info: AdapterInfo) -> AdapterLoaded:

@@ -9,11 +9,15 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from purestep.engine.config import Config, row_limit
+from purestep.engine.config import Config, request_limit, row_limit
 from purestep.engine.embeds import block_extras, check_places, take_embeds
+from purestep.engine.encoding import holds_of
 from purestep.engine.extras import edits_of
+from purestep.engine.media import check_media, positions_of, take_media
+from purestep.engine.quota import quota_room
 from purestep.state.adapters import count_users, resolve
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import let_go
 from purestep.state.engine import (
     EngineState,
     HostState,
@@ -29,6 +33,7 @@ from purestep.state.engine import (
 )
 from purestep.state.errors import RequestError
 from purestep.state.hashing import block_digests, chain_root, random_stream, request_seed
+from purestep.state.media import media_extras
 from purestep.state.request import (
     Request,
     RequestState,
@@ -43,14 +48,18 @@ def submit(state: EngineState, request: Request) -> EngineState:
     With `sampling.n` > 1 each sample is a request of its own from here on: the first lives under
     the request's id, the others under `id#1`, `id#2`, ... They share the prompt's KV blocks.
 
-    Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live),
-    SamplingError or UnknownAdapterError, naming item, value and limit, before any change.
+    Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live, a
+    media item that does not fit), SamplingError or UnknownAdapterError, naming item, value and
+    limit, before any change.
     """
-    if request.prompt_embeds is None:
-        return replace(state, host=submit_host(state.config, state.host, request))
-    request, rows = take_embeds(state.config, request)
+    blobs, rows = state.blobs, None
+    if request.features:
+        request, blobs = take_media(blobs, request)
+    if request.prompt_embeds is not None:
+        request, rows = take_embeds(state.config, request)
+        blobs = blobs.set(request.prompt_embeds, rows)
     host = submit_host(state.config, state.host, request, rows)
-    return replace(state, host=host, blobs=state.blobs.set(request.prompt_embeds, rows))
+    return replace(state, host=host, blobs=blobs)
 
 
 def submit_host(
@@ -62,10 +71,14 @@ def submit_host(
     if embeds is not None:
         check_places(request, embeds)
         extras = block_extras(request.tokens, embeds, config.block_size)
+    if request.features:
+        media = media_extras(request.features, len(request.tokens), config.block_size)
+        extras = tuple(map(bytes.__add__, extras, media)) if extras else tuple(media)
+    positions = positions_of(config, request)
     version, loading = resolve(host.adapters, request.adapter, f"request {request.id!r}")
     records = []
     for index in range(request.sampling.n):
-        record = _new_record(config, host, request, index, extras)
+        record = _new_record(config, host, request, index, extras, positions)
         records.append(record if loading else bind(config, record, version))
     adapters = host.adapters
     if not loading:
@@ -81,7 +94,12 @@ def submit_host(
 
 
 def _new_record(
-    config: Config, host: HostState, request: Request, index: int, extras: tuple[bytes, ...]
+    config: Config,
+    host: HostState,
+    request: Request,
+    index: int,
+    extras: tuple[bytes, ...],
+    positions: tuple[np.ndarray | None, int],
 ) -> RequestState:
     given = request.sampling.seed
     seed = request_seed(config.seed, request.id) if given is None else given
@@ -101,6 +119,8 @@ def _new_record(
         num_branches=0,
         root=b"",
         block_extras=extras,
+        position_3P=positions[0],
+        position_delta=positions[1],
         prompt_digests=(),
         generated_digests=(),
         generated=frozen(()),
@@ -130,6 +150,7 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         has_text=config.tokens is not None,
         processors=config.processors,
     )
+    check_media(config, request)
     _check_free(host, request.id, request.sampling.n, f"request {request.id!r}")
     generates = request.sampling.max_tokens > 0
     needed = -(-(len(request.tokens) + generates) // config.block_size)
@@ -139,7 +160,19 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
             f"request {request.id!r}: {len(request.tokens)} prompt tokens{more} "
             f"{needed} blocks of {config.block_size}, but num_blocks={config.num_blocks}"
         )
+    check_quota(config, request)
     return request
+
+
+def check_quota(config: Config, request: Request) -> None:
+    """Raises RequestError where a request of an adapter could come to hold more than its quota."""
+    quota, limit = config.adapter_block_quota, request_limit(config, request)
+    needed = -(-limit // config.block_size)
+    if quota and request.adapter is not None and needed > quota:
+        raise RequestError(
+            f"request {request.id!r}: {len(request.tokens)} prompt tokens and all it may generate "
+            f"need {needed} blocks of {config.block_size}, but adapter_block_quota={quota}"
+        )
 
 
 def _check_free(host: HostState, request_id: str, n: int, who: str) -> None:
@@ -200,6 +233,7 @@ def abort_host(host: HostState, key: str) -> HostState:
         blocks=blocks,
         copies=copies,
         adapters=count_users(host.adapters, ((record.version, -1),)),
+        encoder=let_go(host.encoder, holds_of(record)),
     )
 
 
@@ -230,7 +264,8 @@ def branch_host(
     parent_row = host.rows.ids.index(request_id) if request_id in host.rows.ids else None
     for child in children:
         spare = config.max_rows - len(host.rows.ids) - len(rows)
-        if parent_row is None or spare <= 0 or draft.num_free == 0:
+        full = parent_row is None or spare <= 0 or draft.num_free == 0
+        if full or not _within_quota(config, host.rows, rows, parent_row, child, draft):
             waiting.append(child.key)
             continue
         row, copied = _branched_row(config, host.rows, parent_row, child, draft)
@@ -251,6 +286,22 @@ def branch_host(
         copies=(*host.copies, *copies),
         adapters=count_users(host.adapters, [(parent.version, 1)] * len(children)),
     )
+
+
+def _within_quota(
+    config: Config,
+    running: Rows,
+    more: Sequence[Rows],
+    parent_row: int,
+    child: RequestState,
+    draft: BlockDraft,
+) -> bool:
+    """Whether the child's adapter may have the blocks that it does not share with its parent."""
+    if not config.adapter_block_quota or child.version is None:
+        return True
+    full = int(running.num_computed_R[parent_row]) // config.block_size
+    needed = -(-row_limit(config, child) // config.block_size) - full
+    return needed <= quota_room(config, draft, child.version, [running, *more])
 
 
 def _queued(queue: tuple[str, ...], parent: str, children: list[str]) -> tuple[str, ...]:
@@ -296,7 +347,7 @@ def _branched_row(
     draft.retain(table[:full])
     copies = []
     if computed % config.block_size:
-        (block,) = draft.allocate(1)
+        (block,) = draft.allocate(1, child.version)
         # Held until the step that copies is planned, which then cannot hand it out itself: if that
         # step fails and is tried again, the content is still there.
         draft.retain([table[full]])

@@ -11,6 +11,7 @@ from immutables import Map
 
 from purestep.engine.admission import Admitted, admit, ended_request, register_blocks
 from purestep.engine.config import Config
+from purestep.engine.encoding import Encoding
 from purestep.engine.planning import make_plan, versions_in_use
 from purestep.engine.policy import Order, Policy, checked_order, fcfs
 from purestep.state.adapters import count_users, load_asked, num_unevictable, touch
@@ -35,12 +36,12 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     Raises StepError when a plan is in flight already, PolicyError for an inadmissible order.
     """
     order = checked_order(quiet(host, "schedule"), policy)
-    draft = BlockDraft(host.blocks)
-    running = _serve_running(config, host, order, draft)
+    draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)
+    running = _serve_running(config, host, order, draft, encoding)
     admitted = Admitted.none(host.adapters)
-    if running.admits:
+    if running.admits and not encoding.stalled:
         room = config.max_batched_tokens - int(running.count_R.sum())
-        admitted = admit(config, host, order, draft, running.rows, room)
+        admitted = admit(config, host, order, draft, encoding, running.rows, room)
 
     rows, count_R = running.rows, running.count_R
     if admitted.rows:
@@ -59,6 +60,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         adapters = load_asked(adapters, (name for name, _ in loads))
     if gone:
         adapters = count_users(adapters, ((host.requests[i].version, -1) for i in gone))
+    encoder, drops, encodes = encoding.finish()
     plan = make_plan(
         config,
         host,
@@ -67,6 +69,8 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         requests,
         adapters,
         draft.allocated,
+        drops=drops,
+        encodes=encodes,
         ended=(*host.ended, *ended),
         loads=loads,
         num_hit_tokens=admitted.num_hit_tokens,
@@ -81,6 +85,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         rows=evolve(rows, num_computed_R=locked(rows.num_computed_R + count_R)),
         blocks=draft.finish(),
         adapters=adapters,
+        encoder=encoder,
         copies=(),
         ended=(),
         in_flight=(plan,),
@@ -106,12 +111,14 @@ class _Running:
     ended: tuple[Completion, ...]
 
 
-def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDraft) -> _Running:
+def _serve_running(
+    config: Config, host: HostState, order: Order, draft: BlockDraft, encoding: Encoding
+) -> _Running:
     rows, B = host.rows, config.block_size
     service, making_way = _served(config, host, order)
     for row in making_way:
         draft.release(rows.tables[row])
-    count_R = _token_counts(config, rows, service)
+    count_R = _token_counts(config, host, service, encoding)
     start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
     need_R = -(-end_R // B) - -(-start_R // B)
     leaving, ended = _make_room(config, host, service, need_R, draft)
@@ -120,7 +127,7 @@ def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDr
     stays = np.ones(len(rows.ids), bool)
     if gone or ended:
         stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
-    rows = _with_blocks(rows, np.where(stays, need_R, 0), draft)
+    rows = _with_blocks(config, rows, np.where(stays, need_R, 0), draft)
     if config.prefix_caching:
         for row in np.flatnonzero(stays & (end_R // B > start_R // B)).tolist():
             record, start, end = host.requests[rows.ids[row]], int(start_R[row]), int(end_R[row])
@@ -128,9 +135,12 @@ def _serve_running(config: Config, host: HostState, order: Order, draft: BlockDr
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
+        encoding.leave(record)
         records[rows.ids[row]] = replace(
             record, num_preemptions=record.num_preemptions + 1, queued_at=host.step
         )
+    for completion in ended:
+        encoding.leave(host.requests[completion.key])
     if gone or ended:
         rows, count_R = take_rows(rows, np.flatnonzero(stays)), count_R[stays]
     return _Running(
@@ -157,14 +167,19 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
     return service, making_way
 
 
-def _with_blocks(rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
+def _with_blocks(config: Config, rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
     """The rows with so many more blocks each."""
     growing = np.flatnonzero(need_R)
     if not len(growing):
         return rows
     tables = list(rows.tables)
     ends = np.cumsum(need_R[growing]).tolist()
-    blocks = np.array(draft.allocate(ends[-1]), np.int32)
+    if config.adapter_block_quota:
+        counts = [(int(need_R[row]), rows.versions[row]) for row in growing]
+        blocks = [block for count, owner in counts for block in draft.allocate(count, owner)]
+    else:
+        blocks = draft.allocate(ends[-1])
+    blocks = np.array(blocks, np.int32)
     for row, start, end in zip(growing.tolist(), [0, *ends], ends, strict=False):
         tables[row] = locked(np.concatenate((tables[row], blocks[start:end])))
     return evolve(rows, tables=tuple(tables))
@@ -182,18 +197,27 @@ def _rows_making_way(config: Config, host: HostState) -> list[int]:
     return [row for row in drew if host.rows.versions[row] in promised]
 
 
-def _token_counts(config: Config, rows: Rows, service: np.ndarray) -> np.ndarray:
+def _token_counts(
+    config: Config, host: HostState, service: np.ndarray, encoding: Encoding
+) -> np.ndarray:
     """Tokens each row of `service` computes: one for every decoding row, then prompt chunks."""
+    rows = host.rows
     remaining_R = rows.num_tokens_R - rows.num_computed_R
+    media_R = rows.num_computed_R < rows.media_end_R
+    chunked_R = (remaining_R > 1) | media_R
     served_R = np.zeros(len(rows.ids), bool)
     served_R[service] = True
-    count_R = (served_R & (remaining_R == 1)).astype(np.int32)
-    if len(count_R) and remaining_R.max() > 1:
+    count_R = (served_R & ~chunked_R).astype(np.int32)
+    if chunked_R.any():
         budget = config.max_batched_tokens - int(count_R.sum())
         chunk = config.long_prefill_threshold or budget
-        for row in service[remaining_R[service] > 1].tolist():
-            count_R[row] = min(int(remaining_R[row]), budget, chunk)
-            budget -= int(count_R[row])
+        for row in service[chunked_R[service]].tolist():
+            count = min(int(remaining_R[row]), budget, chunk)
+            if count and media_R[row]:
+                record = host.requests[rows.ids[row]]
+                count = encoding.fit(record, int(rows.num_computed_R[row]), count)
+            count_R[row] = count
+            budget -= count
     return count_R
 
 

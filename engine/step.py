@@ -7,6 +7,7 @@ import numpy as np
 
 from purestep.engine.ahead import look_ahead
 from purestep.engine.commit import commit
+from purestep.engine.encoding import holds_of
 from purestep.engine.execute import execute
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.pool import advance_, owned
@@ -14,6 +15,7 @@ from purestep.engine.program import Program
 from purestep.engine.schedule import schedule
 from purestep.state.adapters import evict
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import dropped, let_go
 from purestep.state.engine import (
     EngineState,
     HostState,
@@ -67,9 +69,10 @@ def idle_outputs(host: HostState) -> Outputs:
 def recover(state: EngineState) -> EngineState:
     """Make the state before a failed step usable again.
 
-    Drops just the cached blocks and adapters that the failed plan may have overwritten; running
-    requests that held such a block wait in front of the queue and are recomputed. Without a failed
-    step the state is returned as it is. Raises DonatedStateError for a spent state.
+    Drops just the cached blocks, adapters and encoder outputs that the failed plan may have
+    overwritten; running requests that held such a block wait in front of the queue and are
+    recomputed. Without a failed step the state is returned as it is. Raises DonatedStateError for a
+    spent state.
     """
     pool = owned(state.device)
     if pool.torn is None:
@@ -99,6 +102,7 @@ def without_overwritten(host: HostState, lost: Overwrites) -> HostState:
     for version in lost.adapters:
         adapters = evict(adapters, version)
     copies = drop_copies(host.copies, draft)
+    held = [pair for record in records.values() for pair in holds_of(record)]
     kept = [row for row in range(len(host.rows.ids)) if row not in hurt]
     return replace(
         host,
@@ -108,4 +112,5 @@ def without_overwritten(host: HostState, lost: Overwrites) -> HostState:
         copies=copies,
         blocks=draft.finish(),
         adapters=adapters,
+        encoder=dropped(let_go(host.encoder, held), lost.outputs),
     )

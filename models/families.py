@@ -9,9 +9,11 @@ from typing import Any
 from transformers import (
     LlamaConfig,
     LlavaConfig,
+    LlavaNextConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
@@ -19,6 +21,8 @@ from transformers import (
 
 from purestep.models.config import ModelConfig, RopeConfig
 from purestep.models.llava import LLAVA
+from purestep.models.llava_next import LLAVA_NEXT
+from purestep.models.qwen2_5_vl import QWEN2_5_VL
 from purestep.models.qwen2_vl import QWEN2_VL
 from purestep.models.rope import ROPE_KINDS
 from purestep.models.vision import VisionFamily
@@ -34,6 +38,8 @@ FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
 
 MULTIMODAL: dict[str, tuple[str, type[PretrainedConfig], VisionFamily]] = {
     "llava": ("LlavaForConditionalGeneration", LlavaConfig, LLAVA),
+    "llava_next": ("LlavaNextForConditionalGeneration", LlavaNextConfig, LLAVA_NEXT),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", Qwen2_5_VLConfig, QWEN2_5_VL),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", Qwen2VLConfig, QWEN2_VL),
 }
 # Language models with M-RoPE, which only multimodal models have, and the family they are else.

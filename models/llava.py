@@ -131,5 +131,6 @@ LLAVA = VisionFamily(
     placeholder=placeholder,
     encode=encode,
     grid=lambda config, item: None,
+    merge=lambda config: 0,
     largest=largest,
 )

@@ -153,5 +153,6 @@ QWEN2_VL = VisionFamily(
     placeholder=lambda config, item: qwen_patches.placeholder(config.marker, config.patches, item),
     encode=encode,
     grid=lambda config, item: grid_of(item),
+    merge=lambda config: config.merge_size,
     largest=lambda config, settings: qwen_patches.largest(config.patches, settings),
 )

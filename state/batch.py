@@ -20,7 +20,7 @@ class LoraBatch:
 
 @tree
 class LoraTiles:
-    """The same for a GPU's kernels: sizes depend on T and the pool alone, ranks are data.
+    """The same for the fused decoder: sizes depend on T and the pool alone, ranks are data.
 
     P adapter rows of the pool in C chunks of 16, X tiles of up to 64 token rows of one slot.
     """

@@ -7,6 +7,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from purestep.state.errors import RequestError
+from purestep.state.media import Feature
+
 Media = tuple[int, tuple[int, int, int]]  # offset of a placeholder, its grid of patches (t, h, w)
 
 
@@ -42,3 +45,33 @@ def mrope_positions(
         done, following = end, start + int(index.max()) + 1
     positions[:, done:] = np.arange(following, following + length - done)
     return positions, following - done
+
+
+def first_embed(feature: Feature) -> int:
+    """The first position of a feature that takes an encoder row."""
+    return feature.offset + (0 if feature.is_embed is None else int(feature.is_embed.argmax()))
+
+
+def check_grids(features: Sequence[Feature], merge: int, who: str) -> None:
+    """Raises RequestError, naming the item, where a grid is missing, does not give the item's
+    number of embeddings, or where these do not stand side by side, in front of the next item's."""
+    end = 0
+    for i, feature in enumerate(features):
+        if not feature.num_embeds:
+            continue
+        what, count = f"{who}: item {i} ({feature.modality})", feature.num_embeds
+        if feature.grid is None:
+            raise RequestError(f"{what} needs a grid: the model places media by it")
+        t, h, w = feature.grid
+        if h % merge or w % merge or t * h * w != count * merge**2:
+            raise RequestError(
+                f"{what}: a grid of {feature.grid} patches, {merge} x {merge} a token, does not "
+                f"give its {count} embeddings"
+            )
+        first = first_embed(feature)
+        inside = (
+            feature.is_embed is None or feature.is_embed[first - feature.offset :][:count].all()
+        )
+        if not inside or first < end:
+            raise RequestError(f"{what}: its embeddings must stand side by side, not among others")
+        end = first + count

@@ -19,7 +19,7 @@ from tests.models.tiny_vision import (
 )
 
 KINDS = ["llava", "llava-layers", "llava-bare", "llava-siglip"]
-WIDE, TALL, TINY, USUAL = (200, 5), (3, 150), (1, 1), (60, 45)
+WIDE, TALL, TINY, USUAL = (200, 5), (1, 250), (1, 1), (60, 45)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -2,23 +2,30 @@
 
 import math
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from purestep.models.decoder import forward
+from purestep.models.families import vision_config_from_hf
+from purestep.models.fused import fused_forward
+from purestep.models.qwen2_5_vl import QWEN2_5_VL, window_order
 from purestep.models.qwen_patches import Patches, largest, most_rows
-from purestep.state.errors import RequestError
+from purestep.state.errors import CheckpointError, RequestError
+from purestep.state.pytree import evolve
 from tests.models.tiny_vision import (
     assert_depends_on_pixels,
     assert_same_answers,
     computed,
+    kinds,
     load,
     picture,
 )
 
-KINDS = ["qwen2_vl", "qwen2_vl-tied"]
+KINDS = ["qwen2_vl", "qwen2_vl-tied", "qwen2_5_vl"]
 WIDE, TALL, TINY, USUAL, ODD = (400, 2), (3, 600), (1, 1), (60, 45), (29, 27)
 REAL = Patches(num_channels=3, temporal_size=2, patch_size=14, merge_size=2, rope_theta=1e4)
 
@@ -32,9 +39,10 @@ REAL = Patches(num_channels=3, temporal_size=2, patch_size=14, merge_size=2, rop
         [[3, 4, 5], TINY],
         [WIDE],
         [TALL, [8], WIDE, [9], TINY, [9], ODD, [9], TINY],
+        [(112, 112), [3], (84, 168)],
         [[8, 9, 10, 11]],
     ],
-    ids=["middle", "first", "last", "only", "several", "none"],
+    ids=["middle", "first", "last", "only", "several", "large", "none"],
 )
 def test_answers_of_transformers(kind: str, parts: list[Any]) -> None:
     drawn = [picture(*part) if isinstance(part, tuple) else part for part in parts]
@@ -58,10 +66,11 @@ def test_an_item_alone_and_among_others(kind: str) -> None:
         assert got.untyped_storage().nbytes() == got.nbytes
 
 
-def test_steps_in_time_are_sequences_of_their_own() -> None:
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_steps_in_time_are_sequences_of_their_own(kind: str) -> None:
     """Two steps encode as each does alone; transformers agrees."""
-    model = load("qwen2_vl")
-    one, two = (model.item(picture(*USUAL, seed=n)) for n in (1, 2))
+    model = load(kind)
+    one, two = (model.item(picture(112, 112, seed=n)) for n in (1, 2))
     t, h, w = one["image_grid_thw"].tolist()
     both = {
         "pixel_values": torch.cat((one["pixel_values"], two["pixel_values"])),
@@ -77,14 +86,26 @@ def test_steps_in_time_are_sequences_of_their_own() -> None:
 
 
 def test_positions_matter() -> None:
-    """The oracle is no oracle of positions if plain ones do as well."""
+    """The oracle would not be one of positions, if plain ones did as well."""
     model = load("qwen2_vl")
-    plain = model.config.rope.sections
-    assert plain == (1, 2, 1)
-    ids, got, _ = computed(model, [picture(60, 120), [3, 4]])
-    turned, flat, _ = computed(model, [picture(120, 60), [3, 4]])
-    assert len(ids) == len(turned)
-    assert (got - flat).abs().max() > 0.01
+    parts = [picture(60, 120), [3, 4]]
+
+    def with_plain_positions(*given: Any, **named: Any) -> Any:
+        params, adapters, kv, batch, config = given
+        return forward(params, adapters, kv, evolve(batch, position_3T=None), config, **named)
+
+    _, got, _ = computed(model, parts)
+    _, plain, _ = computed(model, parts, with_plain_positions)
+    assert (got - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_equals_plain(kind: str) -> None:
+    model = load(kind)
+    parts = [[5], picture(60, 120), [3, 4], picture(120, 60), [9]]
+    _, plain, _ = computed(model, parts)
+    _, fused, _ = computed(model, parts, fused_forward)
+    torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
 
 
 TABLE = [  # multimodal.md 6.3: height, width, rows with the checkpoint's limits and with 5.24's
@@ -155,3 +176,58 @@ def test_patches_of_another_kind_are_refused(options: dict[str, int], match: str
     given = model.processor(images=picture(70, 70), return_tensors="pt", **options)
     with pytest.raises(RequestError, match=match):
         model.vision.family.item(model.vision.config, given)
+
+
+# The windows of Qwen2.5-VL
+
+
+@pytest.mark.parametrize(
+    ("high", "wide", "sizes"),
+    [
+        (6, 3, ((2, 9),)),
+        (4, 4, ((1, 9), (1, 3), (1, 3), (1, 1))),
+        (2, 7, ((2, 6), (1, 2))),
+        (7, 2, ((2, 6), (1, 2))),
+        (1, 1, ((1, 1),)),
+    ],
+)
+def test_window_order(high: int, wide: int, sizes: tuple[tuple[int, int], ...]) -> None:
+    """Windows of 3 x 3 blocks, whole ones first, each in reading order inside."""
+    order, found = window_order(high, wide, 3)
+    assert sorted(order.tolist()) == list(range(high * wide))
+    assert found == sizes
+    start = 0
+    for count, blocks in found:
+        for _ in range(count):
+            window = order[start : start + blocks]
+            places = {(int(u) // wide // 3, int(u) % wide // 3) for u in window}
+            assert len(places) == 1, "one window"
+            assert window.tolist() == sorted(window.tolist())
+            start += blocks
+
+
+def test_windows_matter() -> None:
+    """A patch changes rows beyond its window through the full layer alone."""
+    model = load("qwen2_5_vl")
+    config = replace(model.vision.config, full_layers=())
+    item = model.item(picture(112, 112))
+    changed = item | {"pixel_values": item["pixel_values"].clone()}
+    changed["pixel_values"][0] += 1.0
+
+    def moved(config: Any) -> list[int]:
+        with torch.inference_mode():
+            one, two = QWEN2_5_VL.encode(model.vision.params, config, [item, changed])
+        return (one - two).abs().amax(1).gt(1e-6).nonzero().flatten().tolist()
+
+    assert moved(config) == [0, 1, 2, 4, 5, 6, 8, 9, 10]
+    assert moved(model.vision.config) == list(range(16))
+
+
+def test_windows_smaller_than_a_block_are_refused() -> None:
+    config = kinds()["qwen2_5_vl"][1].to_dict()
+    config["vision_config"]["window_size"] = 27
+    with pytest.raises(CheckpointError, match=r"window_size 27 .* 28 pixels"):
+        vision_config_from_hf(config)
+    config["vision_config"]["patch_size"] = [14, 14]
+    with pytest.raises(CheckpointError, match=r"patch_size \[14, 14\]"):
+        vision_config_from_hf(config)

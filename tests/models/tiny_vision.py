@@ -5,7 +5,7 @@ E rows of an item, L tokens of a prompt, V vocabulary, D hidden size.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -22,8 +22,12 @@ from transformers import (
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
@@ -52,6 +56,12 @@ CLIP = {"image_processor_type": "CLIPImageProcessor", **CROPPED}
 SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
 
 
+GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+TILED = {
+    "image_processor_type": "LlavaNextImageProcessor",
+    **CROPPED,
+    "image_grid_pinpoints": GRIDS,
+}
 MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 2, 1]}
 QWEN = {
     "image_processor_type": "Qwen2VLImageProcessor",
@@ -60,17 +70,23 @@ QWEN = {
 }
 
 
-def qwen2_vl(**text: Any) -> Qwen2VLConfig:
-    vision = {
-        "depth": 2,
-        "embed_dim": 32,
-        "hidden_size": 32,
-        "num_heads": 4,
-        "mlp_ratio": 2,
-    }
-    return Qwen2VLConfig(
+QWEN2_TOWER = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2}
+# A window is 3 x 3 rows, and layer 1 sees the whole picture.
+QWEN25_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "window_size": 84,
+    "fullatt_block_indexes": [1],
+}
+
+
+def qwen(config_class: type, tower: dict[str, Any], **text: Any) -> PretrainedConfig:
+    return config_class(
         text_config={**SIZES, "rope_parameters": MROPE, **text},
-        vision_config=vision,
+        vision_config=tower,
         image_token_id=MARKER,
         video_token_id=126,
         vision_start_token_id=125,
@@ -79,10 +95,16 @@ def qwen2_vl(**text: Any) -> Qwen2VLConfig:
     )
 
 
-def llava(vision: PretrainedConfig, **fields: Any) -> LlavaConfig:
-    return LlavaConfig(
+def llava(
+    vision: PretrainedConfig, config_class: type = LlavaConfig, **fields: Any
+) -> PretrainedConfig:
+    return config_class(
         vision_config=vision, text_config=LlamaConfig(**SIZES), image_token_index=MARKER, **fields
     )
+
+
+def next_config(vision: PretrainedConfig, **fields: Any) -> LlavaNextConfig:
+    return llava(vision, LlavaNextConfig, image_grid_pinpoints=GRIDS, **fields)
 
 
 @cache
@@ -97,15 +119,28 @@ def kinds() -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig, dict[str
         "llava-layers": (LlavaForConditionalGeneration, llava(clip, **several), CLIP),
         "llava-bare": (LlavaForConditionalGeneration, llava(clip, **bare), CLIP),
         "llava-siglip": (LlavaForConditionalGeneration, llava(siglip, **whole), SIGLIP),
-        "qwen2_vl": (Qwen2VLForConditionalGeneration, qwen2_vl(), QWEN),
+        "llava_next": (LlavaNextForConditionalGeneration, next_config(clip), TILED),
+        "llava_next-siglip": (
+            LlavaNextForConditionalGeneration,
+            next_config(siglip, vision_feature_select_strategy="full"),
+            TILED,
+        ),
+        "qwen2_vl": (Qwen2VLForConditionalGeneration, qwen(Qwen2VLConfig, QWEN2_TOWER), QWEN),
         "qwen2_vl-tied": (
             Qwen2VLForConditionalGeneration,
-            qwen2_vl(
+            qwen(
+                Qwen2VLConfig,
+                QWEN2_TOWER,
                 tie_word_embeddings=True,
                 use_sliding_window=True,
                 sliding_window=6,
                 max_window_layers=1,
             ),
+            QWEN,
+        ),
+        "qwen2_5_vl": (
+            Qwen2_5_VLForConditionalGeneration,
+            qwen(Qwen2_5_VLConfig, QWEN25_TOWER),
             QWEN,
         ),
     }
@@ -202,9 +237,11 @@ def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
 
 
 @torch.inference_mode()
-def computed(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, list[Tensor]]:
+def computed(
+    model: Loaded, parts: Sequence[Part], decode: Callable[..., Tensor] = forward
+) -> tuple[list[int], Tensor, list[Tensor]]:
     """The same, by this library: each picture processed alone, all encoded together, the rows put
-    over the markers' embeddings."""
+    over the markers' embeddings. `decode` is `forward` or `fused_forward`."""
     images = [part for part in parts if isinstance(part, Image.Image)]
     items = [model.item(image) for image in images]
     rows = model.encode(items)
@@ -230,7 +267,7 @@ def computed(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
     config = model.config
     pages = torch.full((2, len(ids), 1, config.num_kv_heads, config.head_dim), float("nan"))
     embeds = (torch.tensor(places), torch.cat(rows)) if rows else None
-    hidden = forward(
+    hidden = decode(
         model.params,
         None,
         [pages.clone() for _ in range(config.num_layers)],

@@ -6,7 +6,7 @@ that has no object does nothing, so any part of a list is a run too.
 
 | event | arguments |
 |---|---|
-| `submit` | `id`, `tokens`, `embeds` (number of embeddings), `sampling`, other fields of Request |
+| `submit` | `id`, `tokens`, `embeds` (number of them), `media`, `sampling`, fields of Request |
 | `step`, `fail` | a step; one whose execute raises after it has written, then recovery |
 | `abort`, `branch` | `pick`; `pick`, `count` |
 | `register`, `load` | `name`; `name`, `version`, `again` (from a file, or from tensors) |
@@ -17,7 +17,7 @@ that has no object does nothing, so any part of a list is a run too.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
@@ -50,6 +50,7 @@ from purestep.simulation.laws import (
     law_16_keys_are_contents,
     law_19_cached_is_computed,
 )
+from purestep.simulation.media import Item, too_large, with_media
 from purestep.simulation.told import (
     Told,
     branched,
@@ -151,6 +152,7 @@ class Machine:
         if self.laws:
             assert self.state.host.blocks.num_free == self.config.num_blocks
             assert not self.state.host.adapters.users
+            assert not self.state.host.encoder.holders
         for host, name in self.kept:
             assert digest(host) == name, "an old state has changed"
 
@@ -162,23 +164,38 @@ class Machine:
         law_3_pins_stay(old, host, kind)
         for key, now in host.requests.items():
             if not now.loading and old.requests.get(key) is not now:
-                sequence = self.live[key].sequence
-                law_16_keys_are_contents(self.config, now, sequence, self.known, self.names)
+                told = self.live[key]
+                law_16_keys_are_contents(
+                    self.config, now, told.sequence, told.request, self.known, self.names
+                )
         law_19_cached_is_computed(self.config, host, self.state.device, self.known, self.cells)
         prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
-        assert set(self.state.blobs) == {*host.adapters.registered, *prompts}
+        media = {f.digest for r in host.requests.values() for f in r.request.features}
+        assert set(self.state.blobs) == {*host.adapters.registered, *prompts, *media}
         assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
 
     # --- requests
 
-    def _submit(self, id: str, embeds: int | None, sampling: Mapping[str, Any], **words) -> None:
-        request = Request(id=id, sampling=SamplingParams(**sampling), **with_embeds(words, embeds))
+    def _submit(
+        self,
+        id: str,
+        embeds: int | None,
+        sampling: Mapping[str, Any],
+        media: Sequence[Item] = (),
+        **words,
+    ) -> None:
+        words = with_media(self.config, with_embeds(words, embeds), media)
+        request = Request(id=id, sampling=SamplingParams(**sampling), **words)
         name, given = request.adapter, request.sampling.seed
         known = {*self.bound, *self.state.host.adapters.sources, None}
         length = len(request.tokens) or len(request.prompt_embeds)
         blocks = -(-(length + (request.sampling.max_tokens > 0)) // self.config.block_size)
+        end = min(length + request.sampling.max_tokens, self.config.max_context)
+        quota = self.config.adapter_block_quota if name is not None else 0
+        over = quota and -(-end // self.config.block_size) > quota
         taken = any(id in (key, told.request.id) for key, told in self.live.items())
-        if name not in known or blocks > self.config.num_blocks or taken:
+        fits = blocks <= self.config.num_blocks and not too_large(self.config, request)
+        if name not in known or not fits or taken or over:
             with refused(RequestError):
                 submit(self.state, request)
             return
@@ -187,7 +204,7 @@ class Machine:
         version, bound = self.bound.get(name), name is None or name in self.bound
         for index in range(request.sampling.n):
             key = f"{request.id}#{index}" if index else request.id
-            self.live[key] = told_of(request, version, seed, bound, index)
+            self.live[key] = told_of(self.config, request, version, seed, bound, index)
 
     def _abort(self, pick: int) -> None:
         requests = sorted(self.state.host.requests)

@@ -141,8 +141,13 @@ def test_worked_cases(name: str) -> None:
 
 
 def test_ticks_are_counted_in_float32() -> None:
-    positions, _ = mrope_positions(11, [(0, (11, 2, 2))], MERGE, [0.35 * 2])
-    assert positions[0, 10] == 7
+    """Ten steps of 0.7 as float32 has it: 7 ticks, where float64 would count 6."""
+    interval = float(torch.tensor(0.35)) * 2
+    positions, _ = mrope_positions(11, [(0, (11, 2, 2))], MERGE, [interval])
+    assert positions[0, 10] == 7 > int(10 * interval)
+    seconds = torch.tensor([0.35])
+    want, _ = hf_index(Qwen2_5_VLModel, 11, [(0, (11, 2, 2))], 2, second_per_grid_ts=seconds)
+    assert (positions == want).all()
 
 
 @given(prompts(st.tuples(st.integers(1, 3), side, side)))
