@@ -17,6 +17,7 @@ from torch import Tensor
 
 from purestep.ops import native
 from purestep.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
+from purestep.ops.linear import SKINNY
 from purestep.ops.lora_linear import CHUNK, TILE, Deltas, lora_linear, lora_linear_ref
 from purestep.ops.rope_write import rope_write_, rope_write_ref_
 from purestep.ops.sample import greedy, score
@@ -102,7 +103,7 @@ def test_lora_linear(slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: l
     for t in range(min(T, 3)):  # alone: other tiles, the same bits
         alone = native.linear(x_TD[t : t + 1], w_OD, bias_O)
         native.add_deltas_(alone, x_TD[t : t + 1], *deltas([slot_T[t]], D, sizes, ranks), sizes)
-        if T <= 32:
+        if T <= SKINNY:
             assert torch.equal(alone[0], got[t])
 
 
