@@ -30,7 +30,7 @@ def look_ahead(
     `host` has `plan` in flight. Safe whatever the tokens turn out to be: the work is begun only if
     it overwrites nothing that a state counts on, so that all it writes is free or uncomputed.
     """
-    if not program.fused or not plan.sampled_R.all() or plan.scored or plan.hidden:
+    if not program.graphs or not plan.sampled_R.all() or plan.scored or plan.hidden:
         return None
 
     def meanwhile(token_S: Tensor) -> None:

@@ -1,13 +1,14 @@
 """Every choice an engine makes, resolved once and then frozen."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from purestep.models.config import ModelConfig
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.engine import HostState, empty_host
 from purestep.state.errors import ConfigError
 from purestep.state.plan import BatchDescriptor
-from purestep.state.request import RequestState
+from purestep.state.request import Request, RequestState
 from purestep.state.text import TokenTable
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -41,7 +42,10 @@ class Config:
     processors: tuple[str, ...] = ()  # names of the program's logits processors
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
+    adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
+    vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
+    image_limit: int = 0  # images in one prompt; 0 where there is no tower, or none is loaded
     max_encoder_tokens: int = 0  # embeddings that encoders make in one step; 0 = no media
     encoder_cache_tokens: int = 0  # embeddings kept between steps; 0 = each step encodes anew
     disable_chunked_mm_input: bool = False  # a step computes a media item whole or not at all
@@ -76,6 +80,11 @@ def check_config(config: Config) -> Config:
             f"long_prefill_threshold={config.long_prefill_threshold} and "
             f"adapter_age_limit={config.adapter_age_limit} must be at least 0"
         )
+    if not 0 <= config.adapter_block_quota <= config.num_blocks:
+        raise ConfigError(
+            f"adapter_block_quota={config.adapter_block_quota} must be 0 (no limit) or at most "
+            f"num_blocks={config.num_blocks}"
+        )
     if not 2 <= config.max_context <= config.model.max_position:
         raise ConfigError(
             f"max_context={config.max_context} must be in 2..{config.model.max_position}, "
@@ -91,6 +100,11 @@ def check_config(config: Config) -> Config:
     if not 1 <= config.max_lora_rank <= config.lora_rows:
         raise ConfigError(
             f"max_lora_rank={config.max_lora_rank} must be in 1..lora_rows={config.lora_rows}"
+        )
+    if config.image_limit < 0 or bool(config.image_limit) != (config.vision is not None):
+        raise ConfigError(
+            f"image_limit={config.image_limit} must be at least 1 with a vision tower, which this "
+            f"program {'has' if config.vision is not None else 'lacks'}, and 0 without"
         )
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
@@ -115,16 +129,21 @@ def initial_host(config: Config) -> HostState:
         num_slots=config.max_active_adapters,
         num_row_blocks=config.lora_rows // ROW_BLOCK,
         max_registered=config.max_registered_adapters,
+        block_quota=config.adapter_block_quota,
         encoder_cache_tokens=config.encoder_cache_tokens,
         encoder_row_bytes=config.encoder_row_bytes,
     )
 
 
-def row_limit(config: Config, record: RequestState) -> int:
+def request_limit(config: Config, request: Request) -> int:
     """The number of tokens at which a request ends with reason length; all of the prompt's where
     it is only scored."""
-    most = len(record.request.tokens) + record.request.sampling.max_tokens
-    return min(most, config.max_context)
+    return min(len(request.tokens) + request.sampling.max_tokens, config.max_context)
+
+
+def row_limit(config: Config, record: RequestState) -> int:
+    """`request_limit` of a record."""
+    return request_limit(config, record.request)
 
 
 def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:

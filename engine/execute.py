@@ -59,7 +59,7 @@ def _run(
     blobs: Mapping[str, Any],
     meanwhile: Meanwhile | None,
 ) -> StepResult:
-    replayed = program.fused and bool(plan.row_ids) and can_replay(pool.config, plan)
+    replayed = program.graphs and bool(plan.row_ids) and can_replay(pool.config, plan)
     if pool.graphs is not None and not replayed:
         pool.graphs.ahead = None  # it belongs to the step before
     for identifier in plan.drops:

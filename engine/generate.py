@@ -19,6 +19,7 @@ from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
 from purestep.state.plan import Outputs
 from purestep.state.request import Completion, FinishReason, Request, frozen, num_given
 
+Advance = Callable[[Program, EngineState, Policy], tuple[EngineState, Outputs]]
 _END = object()  # what an exhausted iterator gives
 
 
@@ -32,6 +33,7 @@ def generate(
     window: int | None = None,
     progress: bool = False,
     on_step: Callable[[Outputs], None] | None = None,
+    advance: Advance = step,
 ) -> Iterator[Completion]:
     """Run requests to their end in one continuous batch, yielding each as it finishes.
 
@@ -41,7 +43,8 @@ def generate(
     read in the background when the first request needs it; `resolver` finds the folder of a name
     that is not there (see `folder_resolver`), once. `policy` says who is served first. A request
     that is refused or whose adapter fails yields a Completion with reason "error"; the others are
-    unaffected. `on_step` sees every step's outputs; `progress` shows a bar.
+    unaffected. `on_step` sees every step's outputs; `progress` shows a bar. `advance` takes a
+    step: `step`, or `dry_step`, which asks no model.
     """
     state = init(program)
     for name, source in (adapters or {}).items():
@@ -52,7 +55,9 @@ def generate(
     total = len(requests) if hasattr(requests, "__len__") else None
     bar = tqdm(total=total, disable=not progress, unit="request", smoothing=0.1)
     with Loader(program.config) as loader, closing(bar):
-        driver = _Driver(program=program, loader=loader, policy=policy, resolver=resolver)
+        driver = _Driver(
+            program=program, loader=loader, policy=policy, resolver=resolver, advance=advance
+        )
         for completion in _drive(driver, state, iter(requests), window, on_step):
             bar.update(completion.index == 0)  # the first of a request's samples
             yield completion
@@ -66,6 +71,7 @@ class _Driver:
     loader: Loader
     policy: Policy
     resolver: Resolver | None
+    advance: Advance
 
     def submitted(self, state: EngineState, request: Request) -> EngineState:
         try:
@@ -99,7 +105,7 @@ def _drive(
                 yield refused(request, error)
         if state.host.idle:
             return
-        state, outputs = step(driver.program, state, driver.policy)
+        state, outputs = driver.advance(driver.program, state, driver.policy)
         driver.loader.ask(outputs.loads)
         for event in driver.loader.events(block=bool(outputs.waiting_for)):
             state = deliver(state, event)

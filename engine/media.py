@@ -15,7 +15,7 @@ from purestep.engine.config import Config
 from purestep.state.engine import Rows
 from purestep.state.errors import RequestError
 from purestep.state.media import Feature, gather_plan, group_embeds, overlap_groups
-from purestep.state.mrope import check_grids, mrope_positions
+from purestep.state.mrope import check_grids, first_embed, mrope_positions
 from purestep.state.plan import MergedSpan
 from purestep.state.request import Request, RequestState
 from purestep.state.scores import locked
@@ -90,7 +90,9 @@ def positions_of(config: Config, request: Request) -> tuple[np.ndarray | None, i
     its positions are places in the sequence."""
     if not (config.mrope_merge and request.features):
         return None, 0
-    return mrope_positions(len(request.tokens), request.features, config.mrope_merge)
+    placed = [(first_embed(f), f.grid) for f in request.features if f.num_embeds]
+    position_3P, delta = mrope_positions(len(request.tokens), placed, config.mrope_merge)
+    return locked(position_3P), delta
 
 
 def merged_spans(

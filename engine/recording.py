@@ -263,4 +263,5 @@ def _numbers(config: Config) -> dict[str, Any]:
     """A config as JSON, but for what host states do not depend on."""
     found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ELSEWHERE}
     tokens = None if config.tokens is None else hash(config.tokens)  # of its content, not its id
-    return found | {"model": asdict(config.model), "tokens": tokens}
+    vision = None if config.vision is None else asdict(config.vision)
+    return found | {"model": asdict(config.model), "tokens": tokens, "vision": vision}

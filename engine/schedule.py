@@ -127,7 +127,7 @@ def _serve_running(
     stays = np.ones(len(rows.ids), bool)
     if gone or ended:
         stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
-    rows = _with_blocks(rows, np.where(stays, need_R, 0), draft)
+    rows = _with_blocks(config, rows, np.where(stays, need_R, 0), draft)
     if config.prefix_caching:
         for row in np.flatnonzero(stays & (end_R // B > start_R // B)).tolist():
             record, start, end = host.requests[rows.ids[row]], int(start_R[row]), int(end_R[row])
@@ -167,14 +167,19 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
     return service, making_way
 
 
-def _with_blocks(rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
+def _with_blocks(config: Config, rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
     """The rows with so many more blocks each."""
     growing = np.flatnonzero(need_R)
     if not len(growing):
         return rows
     tables = list(rows.tables)
     ends = np.cumsum(need_R[growing]).tolist()
-    blocks = np.array(draft.allocate(ends[-1]), np.int32)
+    if config.adapter_block_quota:
+        counts = [(int(need_R[row]), rows.versions[row]) for row in growing]
+        blocks = [block for count, owner in counts for block in draft.allocate(count, owner)]
+    else:
+        blocks = draft.allocate(ends[-1])
+    blocks = np.array(blocks, np.int32)
     for row, start, end in zip(growing.tolist(), [0, *ends], ends, strict=False):
         tables[row] = locked(np.concatenate((tables[row], blocks[start:end])))
     return evolve(rows, tables=tuple(tables))

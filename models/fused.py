@@ -1,8 +1,9 @@
-"""The dense decoder on a GPU: `decoder.forward` in as few kernels as there are dependencies.
+"""The dense decoder in our own kernels: `decoder.forward` in as few as there are dependencies.
 
 Between two products lies one kernel, which joins the addends of the first one (`lora_linear`) and
-does all the elementwise work. There is nothing left for a compiler to fuse, so none is needed, and
-none has to be waited for. T token rows, D hidden, V vocabulary, S sampled rows.
+does all the elementwise work. On a GPU they are Triton's, on a CPU C's (float32 alone). There is
+nothing left for a compiler to fuse, so none is needed, and none has to be waited for. T token rows,
+D hidden, V vocabulary, S sampled rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -38,7 +39,9 @@ def fused_forward(
     h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
         merge_rows_(h_TD, *embeds)
-    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
+    cos_TC, sin_TC = rope_table(
+        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
+    )
     tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
     y = None
     for i, layer in enumerate(params.layers):

@@ -10,7 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from purestep.ops import kernels
+from purestep.ops import kernels, native
 from purestep.state.sampling import GREEDY_BELOW
 
 _MASK = 0xFFFFFFFF
@@ -121,8 +121,11 @@ def greedy(
     On a GPU this is a step's only wait; `meanwhile` is called before it with the tokens there.
     """
     if not (logits_SV.is_cuda and kernels.usable()):
-        token_S = logits_SV.argmax(-1)
-        logprob_S = score(logits_SV, token_S)
+        if native.takes(logits_SV):
+            token_S, logprob_S = native.greedy(logits_SV)
+        else:
+            token_S = logits_SV.argmax(-1)
+            logprob_S = score(logits_SV, token_S)
         if meanwhile is not None:
             meanwhile(token_S)
         return token_S, logprob_S

@@ -130,6 +130,7 @@ def empty_host(
     num_slots: int,
     num_row_blocks: int,
     max_registered: int,
+    block_quota: int = 0,
     encoder_cache_tokens: int = 0,
     encoder_row_bytes: int = 0,
 ) -> HostState:
@@ -151,7 +152,7 @@ def empty_host(
         requests=Map(),
         waiting=(),
         rows=rows,
-        blocks=empty_blocks(num_blocks),
+        blocks=empty_blocks(num_blocks, block_quota),
         adapters=empty_adapters(num_slots, num_row_blocks, max_registered),
         encoder=empty_encoder(encoder_cache_tokens, encoder_row_bytes),
         copies=(),

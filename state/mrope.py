@@ -1,7 +1,6 @@
-"""Positions of three numbers (T, H, W) for models that place media by a grid: M-RoPE.
+"""M-RoPE positions: where the tokens of a prompt with media stand in time, height and width.
 
-P prompt tokens. Text counts all three on together; the merged grid of an item gives each of its
-tokens (frame, row, column), counted from where the text before it ended.
+L tokens of a prompt.
 """
 
 from collections.abc import Sequence
@@ -11,41 +10,46 @@ import numpy as np
 from purestep.state.errors import RequestError
 from purestep.state.media import Feature
 
+Media = tuple[int, tuple[int, int, int]]  # offset of a placeholder, its grid of patches (t, h, w)
+
 
 def mrope_positions(
-    num_tokens: int, features: Sequence[Feature], merge: int
+    length: int, media: Sequence[Media], merge: int, intervals: Sequence[float] = ()
 ) -> tuple[np.ndarray, int]:
-    """(int32 [3, P], delta): the rule of Qwen2-VL. A token at x >= P stands at x + delta in all
-    three. `features` are checked, by `check_grids` too; `merge` patches a side become one token.
+    """(positions int32 [3, L], delta) of a prompt of `length` tokens (multimodal.md, section 7).
 
-    Text behind an item goes on behind its largest coordinate (for videos longer than their
-    frames are wide transformers 5 goes on earlier, and lets positions overlap).
+    An item takes t * (h / merge) * (w / merge) tokens from its offset on. Text counts up on all
+    three rows; an item starts at the next value s, its token (i, j, k) stands at
+    (s + floor(i * interval), s + j, s + k), and text goes on after the largest value so far.
+    `intervals` are ticks between an item's steps in time, one each item, 1.0 by default. Token x
+    after the prompt stands at x + delta, on all three rows.
+
+    Raises ValueError for items out of order, that overlap or reach beyond the prompt.
     """
-    position_3P = np.empty((3, num_tokens), np.int32)
-    done, following = 0, 0  # tokens placed, the next position of text
-    for feature in features:
-        if not feature.num_embeds:
-            continue
-        first, text = _first(feature), _first(feature) - done
-        position_3P[:, done:first] = following + np.arange(text)
-        start = following + text
-        t, h, w = _merged(feature, merge)
-        done = first + t * h * w
-        position_3P[:, first:done] = start + np.indices((t, h, w)).reshape(3, -1)
-        following = start + max(t, h, w)
-    position_3P[:, done:] = following + np.arange(num_tokens - done)
-    position_3P.setflags(write=False)
-    return position_3P, following - done
+    positions = np.empty((3, length), np.int32)
+    done = following = 0  # tokens placed, and the next value
+    for n, (offset, (t, h, w)) in enumerate(media):
+        grid = t, h // merge, w // merge
+        end = offset + grid[0] * grid[1] * grid[2]
+        if not done <= offset < end <= length:
+            raise ValueError(
+                f"media item {n} takes tokens {offset} to {end}, which must be some of "
+                f"{done} to {length}"
+            )
+        start = following + offset - done
+        positions[:, done:offset] = np.arange(following, start)
+        index = np.indices(grid).reshape(3, -1)
+        if intervals:  # in float32, as transformers does: 10 * (0.35 * 2) is 7 there
+            index[0] = (index[0].astype(np.float32) * np.float32(intervals[n])).astype(np.int64)
+        positions[:, offset:end] = start + index
+        done, following = end, start + int(index.max()) + 1
+    positions[:, done:] = np.arange(following, following + length - done)
+    return positions, following - done
 
 
-def _first(feature: Feature) -> int:
-    """The first position that takes an encoder row."""
+def first_embed(feature: Feature) -> int:
+    """The first position of a feature that takes an encoder row."""
     return feature.offset + (0 if feature.is_embed is None else int(feature.is_embed.argmax()))
-
-
-def _merged(feature: Feature, merge: int) -> tuple[int, int, int]:
-    t, h, w = feature.grid or (0, 0, 0)
-    return t, h // merge, w // merge
 
 
 def check_grids(features: Sequence[Feature], merge: int, who: str) -> None:
@@ -64,7 +68,7 @@ def check_grids(features: Sequence[Feature], merge: int, who: str) -> None:
                 f"{what}: a grid of {feature.grid} patches, {merge} x {merge} a token, does not "
                 f"give its {count} embeddings"
             )
-        first = _first(feature)
+        first = first_embed(feature)
         inside = (
             feature.is_embed is None or feature.is_embed[first - feature.offset :][:count].all()
         )

@@ -47,7 +47,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def pair(**options) -> tuple[Program, Program]:
     plain = tiny_program(row_buckets=BUCKETS, **options)
-    return plain, replace(plain, fused=True)
+    return plain, replace(plain, fused=True, graphs=True)
 
 
 def wishes(count: int) -> list:

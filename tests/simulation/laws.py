@@ -191,18 +191,18 @@ def law_15_base_is_never_delayed(before: HostState, plan: StepPlan, order: Order
 
 
 def law_15_a_promise_is_kept(before: HostState, after: HostState) -> None:
-    """21.15, what bounds the wait (11.3): the rows that a promised place waits for do not become
-    more, and no adapter but those that have a promise comes in."""
+    """21.15, what bounds the wait (11.3): while a promise stands (one that a pin makes impossible,
+    or that yields, is made anew), the rows that its place waits for do not become more, and no
+    adapter but those that have a promise comes in."""
     promises = before.adapters.reservations
-    standing = {r.version for r in after.adapters.reservations}
-    for promise in promises:
-        if promise.version in standing:
-            for victim in promise.victims:
-                had, has = before.rows.versions.count(victim), after.rows.versions.count(victim)
-                assert has <= had, f"{victim} got a new row before {promise.version} came in"
-    if standing & {r.version for r in promises}:
+    standing = [p for p in promises if any(p is now for now in after.adapters.reservations)]
+    for promise in standing:
+        for victim in promise.victims:
+            had, has = before.rows.versions.count(victim), after.rows.versions.count(victim)
+            assert has <= had, f"{victim} got a new row before {promise.version} came in"
+    if standing:
         came = set(after.adapters.resident) - set(before.adapters.resident)
-        assert came <= {r.version for r in promises}, "another adapter came in before the promised"
+        assert came <= {p.version for p in promises}, "another adapter came in before the promised"
 
 
 def law_16_keys_are_contents(
@@ -245,7 +245,7 @@ def law_18_references(host: HostState) -> None:
 
 def law_19_reuse_order(before: HostState, after: HostState) -> None:
     """21.19: blocks without a key at the head, then the least recently released, the tail of a
-    chain before its head."""
+    chain before its head; of an adapter that has its quota, among its own."""
     old, new = before.blocks, after.blocks
     assert not any(s < 0 and b in new.digest_of for s, b in new.queue.items())
     for row, key in enumerate(before.rows.ids):
@@ -256,12 +256,17 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
         stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
         assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
     queued = [b for b in free_order(old) if b in old.digest_of]
-    lost = [new.digest_of.get(b) != old.digest_of[b] for b in queued]
-    if any(lost):
-        newest = int(np.flatnonzero(lost)[-1])
-        for block, gone in zip(queued[:newest], lost, strict=False):
+    lost = {b for b in queued if new.digest_of.get(b) != old.digest_of[b]}
+    owned = lost.intersection(old.owner_of)  # their owner may take them out of turn
+    lines = [(queued, lost - owned)]
+    for owner in {old.owner_of[b] for b in owned}:
+        line = [b for b in queued if old.owner_of.get(b) == owner]
+        lines.append((line, owned.intersection(line)))
+    for line, taken in lines:
+        newest = max((line.index(b) for b in taken), default=0)
+        for block in line[:newest]:
             moved = block in new.refs or new.stamp_of.get(block) != old.stamp_of[block]
-            assert gone or moved, "a block was reused before one released earlier"
+            assert block in lost or moved, "a block was reused before one released earlier"
 
 
 def law_19_cached_is_computed(

@@ -18,6 +18,7 @@ from purestep.engine.commit import _next_digest
 from purestep.engine.encoding import Encoding, settled
 from purestep.engine.media import plan_positions
 from purestep.engine.planning import _sampling, _slots, _step_tokens, make_plan
+from purestep.engine.quota import quota_room
 from purestep.engine.renewal import _rebound, _recomputed
 from purestep.engine.requests import _child, abort_host
 from purestep.engine.schedule import _make_room, schedule
@@ -326,6 +327,24 @@ MUTANTS = (
         _make_room,
         "row = remaining.pop()",
         "row = remaining.pop(0)",
+    ),
+    mutant(
+        "an adapter at its quota takes what others have cached",
+        BlockDraft._pop_for,
+        "if idle and self.owned[owner] >= self.quota:",
+        "if False:",
+    ),
+    mutant(
+        "rows that will grow are left out of a quota",
+        quota_room,
+        "growth += last - len(rows.tables[row])",
+        "growth += 0",
+    ),
+    mutant(
+        "who was skipped is not asked again once a place opens",
+        _Queue.look_again,
+        "self._asks_again = True",
+        "self._asks_again = False",
     ),
     mutant(
         "the end of a preempted row's tokens is forgotten",
