@@ -10,7 +10,7 @@ import pytest
 import torch
 from PIL import Image
 
-from purestep.engine import Completion, Program, Request, SamplingParams, init, load_program
+from purestep.engine import Completion, Program, Request, SamplingParams, init, load_program, submit
 from purestep.state.media import Feature
 from tests.engine.tiny import run
 from tests.models.tiny_vision import Part, expected, load, picture
@@ -70,6 +70,7 @@ def asked(kind: str, name: str) -> Request:
 @cache
 def program(kind: str, **options: int) -> Program:
     sizes = {"block_size": 8, "num_blocks": 200, "max_rows": 8, "max_batched_tokens": 64}
+    sizes["max_encoder_tokens"] = 256
     return load_program(load(kind).folder, **{"device": "cpu", **sizes, **options})
 
 
@@ -112,11 +113,8 @@ def test_the_positions_of_a_batch_are_its_rows_own() -> None:
     """CI-04: rows of different deltas decode together; without the deltas tokens differ."""
     kind = "qwen2_vl"
     engine = program(kind)
-    state, _ = init(engine), None
-    records = {}
+    state, records = init(engine), {}
     for name in PROMPTS:
-        from purestep.engine import submit
-
         state = submit(state, asked(kind, name))
         records[name] = state.host.requests[name]
     deltas = {name: record.position_delta for name, record in records.items()}
