@@ -274,6 +274,13 @@ def test_templates_that_know_parts_words_or_both(template: str) -> None:
     )
 
 
+def test_a_part_that_a_template_of_words_cannot_write_is_refused() -> None:
+    for part in ({"type": "thinking", "thinking": "hm"}, "words", {"type": "text", "text": 3}):
+        chat = [{"role": "user", "content": [part]}]
+        with pytest.raises(RequestError, match="writes text alone"):
+            prepare(image_program(template=WORDS), chat, id="r")
+
+
 def test_a_template_may_be_in_the_file_of_older_processors(tmp_path: Path) -> None:
     path = shutil.copytree(folder("llava"), tmp_path / "model")
     (path / "chat_template.jinja").unlink()
