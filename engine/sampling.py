@@ -55,7 +55,7 @@ def sampled(
     return {
         "token_S": frozen(token_S.cpu().numpy()),
         "logprob_S": logprob_S,
-        "tops": _tops(raw_SV, token_S.to(raw_SV.device), rows.num_tops_S),
+        "tops": _tops(raw_SV, token_S, rows.num_tops_S) if (rows.num_tops_S >= 0).any() else (),
         "errors": tuple(sorted(errors.items())),
     }
 
@@ -81,6 +81,7 @@ def _drawn(
 def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scores, ...]:
     """The likeliest tokens of each row that asked, found at once for those of equal counts."""
     found: dict[int, Scores] = {}
+    token_S = token_S.to(raw_SV.device)  # waits for all that is queued there
     for count in np.unique(num_tops_S[num_tops_S >= 0]).tolist():
         places = np.flatnonzero(num_tops_S == count)
         index = torch.from_numpy(places).to(raw_SV.device)
