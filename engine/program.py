@@ -223,12 +223,7 @@ def make_program(
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     config = with_encoder(
-        config,
-        vision,
-        image_processor,
-        max_encoder_tokens,
-        encoder_cache_tokens,
-        encoder_cache_bytes,
+        config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
@@ -251,7 +246,6 @@ def make_program(
 def with_encoder(
     config: Config,
     vision: Vision | None,
-    image_processor: ImageProcessor | None,
     max_tokens: int | None,
     cache_tokens: int | None,
     cache_bytes: int | None,
@@ -263,8 +257,7 @@ def with_encoder(
             "give at most one"
         )
     if max_tokens is None:
-        largest = 0 if vision is None else largest_item(vision, image_processor)
-        max_tokens = max(config.max_batched_tokens, largest)
+        max_tokens = max(config.max_batched_tokens, 0 if vision is None else _largest(vision))
     if cache_bytes is not None:
         cache_tokens = cache_bytes // config.encoder_row_bytes
     if cache_tokens is None:
@@ -272,10 +265,9 @@ def with_encoder(
     return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
 
 
-def largest_item(vision: Vision, image_processor: ImageProcessor | None) -> int:
-    """The embeddings of the largest item that the image processor makes, as it is set."""
-    settings = {} if image_processor is None else image_processor.call.to_dict()
-    item = vision.family.largest(vision.config, settings)
+def _largest(vision: Vision) -> int:
+    """The embeddings of the largest item the encoder's processor makes."""
+    item = vision.family.largest(vision.config, {})
     ids, is_embed = vision.family.placeholder(vision.config, item)
     return len(ids) if is_embed is None else int(is_embed.sum())
 

@@ -3,7 +3,7 @@ gets what it gets alone, and what its rows give as `prompt_embeds`, whatever the
 neighbours and interruptions (CI-01, CI-02, CI-05, ME-04, ME-05, PC-06, PC-07)."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,29 +57,20 @@ def unused(*_: Any) -> Any:
     raise NotImplementedError
 
 
-@dataclass(frozen=True)
-class Geometry:
-    """A stub's tower has none."""
-
-
 STUB = VisionFamily(
     read_config=unused,
-    shapes=unused,
-    unread="",
     load_params=unused,
     marker=unused,
-    item=unused,
     placeholder=lambda config, item: (np.zeros(len(item["pixels"]), np.int32), None),
     encode=encode,
     grid=lambda config, item: None,
-    merge=lambda config: 0,
     largest=lambda config, options: {"pixels": torch.zeros(77, PATCH)},
 )
 
 
 def program_with(**options: Any) -> Program:
     hidden = tiny_program().config.model.hidden_size
-    vision = Vision(family=STUB, config=Geometry(), params=projection(hidden))
+    vision = Vision(family=STUB, config=None, params=projection(hidden))
     budgets = {"max_encoder_tokens": 24, "encoder_cache_tokens": 24}
     return tiny_program(**{"vision": vision, **budgets, **options})
 

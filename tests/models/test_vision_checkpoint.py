@@ -176,14 +176,6 @@ def test_a_program_has_the_tower(kind: str) -> None:
     assert load_program(saved(kind)[0], **ENGINE, image_limit=2).config.image_limit == 2
 
 
-def test_encoder_budgets_come_from_the_image_processor() -> None:
-    """max_pixels of the folder is 40 rows of 28 x 28, which the thinnest pictures exceed."""
-    program = load_program(saved("qwen2_vl")[0], **ENGINE, max_batched_tokens=2)
-    assert program.config.max_encoder_tokens == 89  # sqrt(200 * 40): of a picture 200 times as wide
-    program = load_program(saved("llava")[0], **ENGINE, max_batched_tokens=2)
-    assert program.config.max_encoder_tokens == 16
-
-
 def test_without_images_the_tower_is_not_read(tmp_path: Path) -> None:
     with_tower = load_program(saved("llava")[0], **ENGINE)
     folder = edited("llava", tmp_path, lambda n: None if "vision_tower" in n else n)
