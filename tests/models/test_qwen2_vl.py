@@ -154,6 +154,8 @@ def test_no_picture_has_more_rows_than_the_largest(least: int, most: int) -> Non
     assert item["pixel_values"].shape == (t * h * w, 1176)
     old = {"min_pixels": least, "max_pixels": min(most, 200_000), "size": None}
     assert largest(REAL, old)["image_grid_thw"].tolist() == [t, h, w]
+    usual = {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}}
+    assert largest(REAL, {})["image_grid_thw"].equal(largest(REAL, usual)["image_grid_thw"])
 
 
 def test_the_largest_item_is_encoded() -> None:
