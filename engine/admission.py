@@ -325,9 +325,10 @@ def _prefix_hits(config: Config, record: RequestState, draft: BlockDraft) -> lis
         return []
     most, told = _num_tokens(record) - 1, record.num_told
     usable = most if told is None else min(most, told)
-    if config.disable_chunked_mm_input:
-        usable = outside_groups(record.request.features, usable, config.block_size)
-    return draft.lookup(record.digests[: usable // config.block_size])
+    hits = draft.lookup(record.digests[: usable // config.block_size])
+    if config.disable_chunked_mm_input and record.request.features:
+        del hits[outside_groups(record.request.features, len(hits), config.block_size) :]
+    return hits
 
 
 def _start_row(

@@ -12,8 +12,10 @@ from blake3 import blake3
 from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
+from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
 from purestep.engine.native import use_native
+from purestep.engine.pictures import PictureOptions, check_picture_options
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
@@ -50,6 +52,8 @@ class Program:
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
     vision: Vision | None = None  # the tower; None without one, or where image_limit is 0
+    image_processor: ImageProcessor | None = None  # the checkpoint's, beside a tower
+    pictures: PictureOptions = PictureOptions()
 
 
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
@@ -70,6 +74,8 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
     if tower is not None:
         digest = blake3(f"purestep weights with tower v1\n{digest}\n{tower}".encode()).hexdigest()
     tokenizer = load_tokenizer(folder)
+    if vision is not None and "image_processor" not in options:
+        options["image_processor"] = load_image_processor(folder)
     options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
     return make_program(
         model,
@@ -130,6 +136,8 @@ def make_program(
     lora_vocab: bool | None = None,
     vision: Vision | None = None,
     image_limit: int | None = None,
+    image_processor: ImageProcessor | None = None,
+    pictures: PictureOptions = PictureOptions(),
     max_encoder_tokens: int | None = None,
     encoder_cache_tokens: int | None = None,
     encoder_cache_bytes: int | None = None,
@@ -151,7 +159,8 @@ def make_program(
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
-    model with a tower; with 0 there is no tower, and the engine is one for text.
+    model with a tower; with 0 there is no tower, and the engine is one for text. `pictures` says
+    how they are read.
 
     Media: `vision` encodes at most `max_encoder_tokens` embeddings in one step, which is also the
     longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
@@ -229,6 +238,8 @@ def make_program(
         processors=Map(processors or {}),
         defaults=defaults,
         vision=vision,
+        image_processor=image_processor if vision is not None else None,
+        pictures=check_picture_options(pictures),
     )
 
 
