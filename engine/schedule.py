@@ -129,9 +129,11 @@ def _serve_running(
         stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
     rows = _with_blocks(config, rows, np.where(stays, need_R, 0), draft)
     if config.prefix_caching:
-        for row in np.flatnonzero(stays & (end_R // B > start_R // B)).tolist():
-            record, start, end = host.requests[rows.ids[row]], int(start_R[row]), int(end_R[row])
-            register_blocks(config, record, rows.tables[row], start, end, draft)
+        first_R, last_R = start_R // B, end_R // B
+        filling = np.flatnonzero(stays & (last_R > first_R))
+        parts = (column[filling].tolist() for column in (first_R, last_R))
+        for row, first, last in zip(filling.tolist(), *parts, strict=True):
+            register_blocks(host.requests[rows.ids[row]], rows.tables[row], first, last, draft)
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])

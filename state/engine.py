@@ -279,8 +279,8 @@ def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np
     """The row's newest tokens and logprobs, those its record does not have yet."""
     start = len(record.request.tokens) + len(record.generated)
     first = start % rows.tail_RB.shape[1]  # all of them stand in one block
-    places = slice(first, first + int(rows.num_tokens_R[row]) - start)
-    return rows.tail_RB[row, places], rows.tail_logprob_RB[row, places]
+    places = row, slice(first, first + int(rows.num_tokens_R[row]) - start)
+    return rows.tail_RB[places], rows.tail_logprob_RB[places]
 
 
 def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any) -> RequestState:

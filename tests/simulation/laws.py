@@ -205,6 +205,30 @@ def law_15_a_promise_is_kept(before: HostState, after: HostState) -> None:
         assert came <= {p.version for p in promises}, "another adapter came in before the promised"
 
 
+def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState) -> int:
+    """21.15 in numbers (11.3; derived in `engine/admission.py`), where blocks and rows suffice and
+    a prompt takes one step: a promise is kept at the latest when the rows it waits for have run
+    out. `due` remembers, from step to step, the last step for each version. Returns how many came
+    in."""
+    waited_for: set[str] = set()  # by a promise and those before it
+    for promise in after.adapters.reservations:
+        waited_for.update(promise.victims)
+        if not any(promise is known for known in before.adapters.reservations):
+            run = 1 + longest_run(after, waited_for)  # and this step's
+            due.setdefault(promise.version, before.step + run)
+    came = [version for version in due if version in after.adapters.resident]
+    for version in came:
+        assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
+    return len(came)
+
+
+def longest_run(host: HostState, versions: set[str]) -> int:
+    """Steps until no row of these versions is left, where each draws a token a step."""
+    left_R = (host.rows.limit_R - host.rows.num_tokens_R).tolist()
+    mine = [left for left, v in zip(left_R, host.rows.versions, strict=True) if v in versions]
+    return max(mine, default=0)
+
+
 def law_16_keys_are_contents(
     config: Config,
     record: RequestState,
