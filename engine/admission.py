@@ -111,6 +111,7 @@ class _Queue:
         self.counts = Counter(running.versions)  # running rows of each version
         del self.counts[None]
         self._host, self._order = host, order
+        self._flying = {p.version for plan in host.in_flight for p in plan.residents}
         self._by_arrival = order.waiting is host.waiting
         users = host.adapters.users
         self._unseen = Counter({v: n - self.counts[v] for v, n in users.items()})
@@ -160,7 +161,7 @@ class _Queue:
             return None if version in others else ()
         if ledger.reservations and all(r.version != version for r in ledger.reservations):
             return None
-        in_use = self.counts.keys()
+        in_use = self.counts.keys() | self._flying
         spared = victims_for(ledger, version, in_use | others | self._soon(config))
         return victims_for(ledger, version, in_use | others) if spared is None else spared
 

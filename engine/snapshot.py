@@ -31,7 +31,7 @@ from purestep.state.canonical import from_plain, to_plain
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import AdapterError, SnapshotError
 
-FORMAT = "purestep/snapshot/3"
+FORMAT = "purestep/snapshot/4"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
 PROMPTS = "prompts.safetensors"
 

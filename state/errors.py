@@ -61,3 +61,7 @@ class ForkMemoryError(PurestepError, MemoryError):
 
 class StepError(PurestepError, RuntimeError):
     """Schedule, execute and commit were called out of order."""
+
+
+class InFlightError(StepError):
+    """The next step cannot be planned before the one in flight is committed."""

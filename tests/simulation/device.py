@@ -43,10 +43,12 @@ TORN = b"torntorn"  # what a failed step leaves behind
 
 @tree
 class ToyDevice:
-    """The cells of each block, and which part of which adapter version a row block holds."""
+    """The cells of each block, which part of which adapter version a row block holds, and what the
+    last step drew."""
 
     blocks: Map[int, bytes]
     row_blocks: Map[int, tuple[str, int]]
+    drawn: tuple[int, ...] = ()
 
 
 def empty_device() -> ToyDevice:
@@ -136,8 +138,8 @@ def execute(
     config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]
 ) -> tuple[ToyDevice, StepResult]:
     """What a plan says, done to the toy: uploads, copies, all writes, then all draws."""
+    tokens_T = _tokens_read(plan, blobs, device.drawn)
     device = _prepared(device, plan, blobs)
-    tokens_T = _tokens_read(plan, blobs)
     with device.blocks.mutate() as blocks:
         for row, tokens in enumerate(_windows(plan, tokens_T)):
             table, start = plan.tables[row].tolist(), int(plan.start_R[row])
@@ -158,7 +160,7 @@ def execute(
         scored=tuple(scored),
         hidden=tuple(hidden),
     )
-    return replace(device, blocks=written), result
+    return replace(device, blocks=written, drawn=tuple(token for token, _ in news)), result
 
 
 def _tops(news: tuple[int, float], num_tops: int) -> Scores:
@@ -228,7 +230,7 @@ def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> To
         row_blocks.update({block: (version, i) for i, block in enumerate(place.row_blocks)})
     for source, target in plan.copies:
         blocks[target] = blocks.get(source, b"")
-    return ToyDevice(blocks=blocks.finish(), row_blocks=row_blocks.finish())
+    return replace(device, blocks=blocks.finish(), row_blocks=row_blocks.finish())
 
 
 def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
@@ -247,11 +249,14 @@ def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
     return b"/lora" + (version if whole else f"a mixture {parts}").encode()
 
 
-def _tokens_read(plan: StepPlan, blobs: Mapping[str, Any]) -> np.ndarray:
-    """The plan's ids, and in place of an embedding a number that tells which it is."""
-    if not plan.embedded:
+def _tokens_read(plan: StepPlan, blobs: Mapping[str, Any], drawn: tuple[int, ...]) -> np.ndarray:
+    """The plan's ids, those among them that the step before drew, and in place of an embedding a
+    number that tells which it is."""
+    gathered = np.flatnonzero(plan.gathered_T >= 0)
+    if not (plan.embedded or len(gathered)):
         return plan.tokens_T
     tokens_T = plan.tokens_T.astype(np.int64)
+    tokens_T[gathered] = [drawn[place] for place in plan.gathered_T[gathered].tolist()]
     for span in plan.embedded:
         rows = blobs[span.blob][span.first_row : span.first_row + len(span.index_E)]
         tokens_T[span.index_E] = [embedding_number(row) for row in rows]
