@@ -1,22 +1,27 @@
 """Which waiting requests become rows: prefix hits, first blocks, places for adapters."""
 
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
 
 from purestep.engine.config import Config, row_limit
+from purestep.engine.encoding import Encoding
 from purestep.engine.policy import Order
 from purestep.state.adapters import (
     AdapterLedger,
+    Reservation,
     activate,
+    keeping,
+    promised_victims,
     renew_reservations,
     reserve,
     victims_for,
 )
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState, Rows, completion, make_row
+from purestep.state.media import outside_groups
 from purestep.state.request import Completion, FinishReason, RequestState, frozen
 
 
@@ -36,47 +41,55 @@ class Admitted:
 
 
 def admit(
-    config: Config, host: HostState, order: Order, draft: BlockDraft, running: Rows, room: int
+    config: Config,
+    host: HostState,
+    order: Order,
+    draft: BlockDraft,
+    encoding: Encoding,
+    running: Rows,
+    room: int,
 ) -> Admitted:
     """Admit in order while tokens, rows, blocks and adapter places last.
 
     A request whose adapter finds no place is skipped, the next may fit; one that finds no blocks
     stops the admission, or large prompts would wait for ever behind small ones. Base requests are
-    never skipped.
+    skipped only where a media item cannot be encoded in this step (`engine/encoding.py`).
+
+    First come, first served among the requests of one adapter: whoever is admitted is, each time,
+    the first in the order that has a place. A place opens in mid-pass by an activation alone, which
+    may end the promise that kept it, so behind each activation those skipped before are asked
+    again, before anybody who stands behind them; so nobody overtakes a request of his own adapter.
 
     Bounded wait: a request that is skipped `adapter_age_limit` steps after it was queued gets a
     promise (`state/adapters.py: reserve`): the place of adapters whose running rows are let run
-    out. Until it is taken these get no new rows and no other adapter comes in, so that, given free
-    blocks and a policy that puts nothing else in front, the request is admitted at most
+    out. Until it is taken these get no new rows, and no other adapter comes in but those that have
+    a promise too and leave the room for this one; so that, given free blocks and rows and a policy
+    that puts nothing else in front, the request is admitted at most
 
         adapter_age_limit + the longest remaining run of those rows
 
-    steps after it was queued, where a row's run is the steps it still needs, counted from the step
-    of the promise on: one for each token, and one for each chunk of its prompt. For the promise is
-    made in the step in which the age limit is reached, the rows it waits for do not increase, and
-    each of them ends or computes in every step. With `adapter_preemption` rows are preempted in the
-    next step once they have drawn a token, and the bound is `adapter_age_limit + 1` if all have.
+    steps after it was queued, where those are the rows of its victims and of the promises made
+    before, and a row's run is the steps it still needs, counted from the step of the promise on:
+    one for each token, and one for each chunk of its prompt. For the promise is made in the step in
+    which the age limit is reached, all it counts on are free rows, which only an activation takes,
+    and victims, whose rows do not increase; and each of these ends or computes in every step. With
+    `adapter_preemption` rows are preempted in the next step once they have drawn a token, and the
+    bound is `adapter_age_limit + 1` if all have.
     """
     out = Admitted.none(renew_reservations(host.adapters))
     if not order.waiting:
         return out
-    queue = _Queue(host, order, running)
-    skipped = []
-    for request_id in order.waiting:
-        full = room == 0 or len(running.ids) + len(out.rows) == config.max_rows
-        if full or (queue.exhausted and (running.ids or out.rows)):
+    queue = _Queue(config, host, order, running)
+    while room and not encoding.stalled and len(running.ids) + len(out.rows) < config.max_rows:
+        found = queue.next(out.adapters, to_the_end=not (running.ids or out.rows))
+        if found is None:
             break
-        record = host.requests[request_id]
-        queue.pass_by(record)
-        if record.loading:
-            continue
-        victims = queue.adapter_place(config, out.adapters, record)
-        if victims is None:
-            skipped.append(record)
-            continue
+        record, victims = found
         if -(-_num_tokens(record) // config.block_size) > config.num_blocks:
             # A branch of a row whose next token outgrows the pool; the row itself ends likewise.
             out.ended.append(ended_request(config, record, FinishReason.CAPACITY))
+            continue
+        if record.request.features and not _encodes(config, record, draft, encoding, room):
             continue
         if not _blocks_suffice(config, record, draft):
             break
@@ -85,7 +98,8 @@ def admit(
             if record.version not in out.adapters.resident:
                 out.adapters = renew_reservations(activate(out.adapters, record.version, victims))
                 queue.look_again()
-        room -= _start_row(config, record, draft, room, out)
+        room -= _start_row(config, record, draft, encoding, room, out)
+    skipped = queue.skipped()
     out.adapters = _with_promises(config, host, out.adapters, skipped, queue.counts)
     if skipped and not (running.ids or out.rows):
         # Nothing runs, so only pins can be in the way, and no later step would change that.
@@ -100,83 +114,129 @@ def admit(
 
 
 class _Queue:
-    """What one pass over the waiting requests has learnt. A local of a pure function.
+    """One pass over the waiting requests, and what it has learnt. A local of a pure function.
 
     It makes a pass cheap behind an adapter limit, where thousands may wait: a version that found no
     place finds none until another is activated, so it is looked for once; and the pass ends where
     only such versions are left, which the counts of users tell.
     """
 
-    def __init__(self, host: HostState, order: Order, running: Rows) -> None:
+    def __init__(self, config: Config, host: HostState, order: Order, running: Rows) -> None:
         self.counts = Counter(running.versions)  # running rows of each version
         del self.counts[None]
-        self._host, self._order = host, order
+        self._config, self._host, self._order = config, host, order
         self._flying = {p.version for plan in host.in_flight for p in plan.residents}
         self._by_arrival = order.waiting is host.waiting
+        self._rest = enumerate(order.waiting)
         users = host.adapters.users
         self._unseen = Counter({v: n - self.counts[v] for v, n in users.items()})
         self._num_unseen = len(order.waiting)
         self._num_hopeless = 0  # unseen ones of the versions in `_settled`
+        self._skipped: dict[str, deque[tuple[int, RequestState]]] = {}  # by version, with places
+        self._asks_again = False
         self._blocked: set[str] = set()
         self._settled: set[str] = set()
         self._wanted: set[str] | None = None
 
-    @property
-    def exhausted(self) -> bool:
-        """Whether all that is left is of versions that have no place, and none has waited longer
-        than one that was seen, so that no promise is missed."""
-        return self._num_unseen == self._num_hopeless
-
-    def pass_by(self, record: RequestState) -> None:
-        """Count a request as seen."""
-        self._num_unseen -= 1
-        if record.version is not None:
-            self._unseen[record.version] -= 1
-            self._num_hopeless -= record.version in self._settled
-
-    def adapter_place(
-        self, config: Config, ledger: AdapterLedger, record: RequestState
-    ) -> tuple[str, ...] | None:
-        """Whom to evict for a request's adapter (nobody, often); None when it has no place."""
-        version = record.version
-        if version is None:
-            return ()
-        if version not in self._blocked:
-            victims = self._victims(config, ledger, version)
+    def next(
+        self, ledger: AdapterLedger, *, to_the_end: bool
+    ) -> tuple[RequestState, tuple[str, ...]] | None:
+        """The first request in the order that has a place, or needs none, and whom to evict for it
+        (nobody, often). None at the end, or, unless `to_the_end`, where all that is left is of
+        versions without a place and none has waited longer than one that was seen, so that no
+        promise is missed."""
+        if self._asks_again and (found := self._first_skipped(ledger)):
+            return found
+        while to_the_end or self._num_unseen > self._num_hopeless:
+            place, request_id = next(self._rest, (0, None))
+            if request_id is None:
+                break
+            record = self._host.requests[request_id]
+            self._num_unseen -= 1
+            version = record.version
+            if version is None:
+                if not record.loading:
+                    return record, ()
+                continue
+            self._unseen[version] -= 1
+            self._num_hopeless -= version in self._settled
+            victims = self._place(ledger, version)
             if victims is not None:
-                return victims
-            self._blocked.add(version)
-        # Behind a request that was never admitted, and is no branch, stand later ones alone.
-        in_line = self._by_arrival and record.num_cached < 0 and not record.branch_path
-        if in_line and version not in self._settled:
-            self._settled.add(version)
-            self._num_hopeless += self._unseen[version]
+                return record, victims
+            self._skipped.setdefault(version, deque()).append((place, record))
+            # Behind a request that was never admitted, and is no branch, stand later ones alone.
+            in_line = self._by_arrival and record.num_cached < 0 and not record.branch_path
+            if in_line and version not in self._settled:
+                self._settled.add(version)
+                self._num_hopeless += self._unseen[version]
         return None
 
-    def _victims(
-        self, config: Config, ledger: AdapterLedger, version: str
-    ) -> tuple[str, ...] | None:
-        others = {v for r in ledger.reservations if r.version != version for v in r.victims}
-        if version in ledger.resident:
-            return None if version in others else ()
-        if ledger.reservations and all(r.version != version for r in ledger.reservations):
-            return None
-        in_use = self.counts.keys() | self._flying
-        spared = victims_for(ledger, version, in_use | others | self._soon(config))
-        return victims_for(ledger, version, in_use | others) if spared is None else spared
+    def _first_skipped(self, ledger: AdapterLedger) -> tuple[RequestState, tuple[str, ...]] | None:
+        """Likewise, of those that were skipped."""
+        for version in sorted(self._skipped, key=lambda v: self._skipped[v][0][0]):
+            victims = self._place(ledger, version)
+            if victims is None:
+                continue
+            _, record = self._skipped[version].popleft()
+            if not self._skipped[version]:
+                del self._skipped[version]
+            return record, victims
+        self._asks_again = False
+        return None
 
-    def _soon(self, config: Config) -> set[str]:
+    def skipped(self) -> list[RequestState]:
+        """Those that were seen and found no place for their adapters, in the order."""
+        entries = [entry for queue in self._skipped.values() for entry in queue]
+        return [record for _, record in sorted(entries, key=lambda entry: entry[0])]
+
+    def _place(self, ledger: AdapterLedger, version: str) -> tuple[str, ...] | None:
+        """Whom to evict so that a version has a place; None where it gets none."""
+        if version in self._blocked:
+            return None
+        victims = self._victims(ledger, version)
+        if victims is None:
+            self._blocked.add(version)
+        return victims
+
+    def _victims(self, ledger: AdapterLedger, version: str) -> tuple[str, ...] | None:
+        mine = [r for r in ledger.reservations if r.version == version]
+        others = [r for r in ledger.reservations if r.version != version]
+        promised = {v for r in others for v in r.victims}
+        if version in ledger.resident:
+            return None if version in promised else ()
+        if others and not mine:
+            return None
+        taken = self.counts.keys() | self._flying | promised
+        choices = [victims_for(ledger, version, spared) for spared in (taken | self._soon(), taken)]
+        due = (promise for promise in mine if taken.isdisjoint(promise.victims))
+        choices += [promised_victims(ledger, promise) for promise in due]
+        for victims in choices:
+            if victims is not None and _keeps(ledger, version, victims, others):
+                return victims
+        return None
+
+    def _soon(self) -> set[str]:
         """The versions of the next requests, which are spared where possible."""
         if self._wanted is None:
-            soon = (self._host.requests[i].version for i in self._order.waiting[: config.max_rows])
+            first = self._order.waiting[: self._config.max_rows]
+            soon = (self._host.requests[i].version for i in first)
             self._wanted = {version for version in soon if version is not None}
         return self._wanted
 
     def look_again(self) -> None:
-        """An adapter was activated, so another choice of victims may be open."""
+        """An adapter was activated, so another choice of victims may be open, and a promise kept:
+        who was skipped may have a place now."""
         self._blocked.clear()
         self._settled.clear()
         self._num_hopeless = 0
+        self._asks_again = True
+
+
+def _keeps(
+    ledger: AdapterLedger, version: str, victims: tuple[str, ...], promises: list[Reservation]
+) -> bool:
+    """Whether other promises can still be kept once `version` has come in."""
+    return not promises or keeping(activate(ledger, version, victims), promises) is not None
 
 
 def _with_promises(
@@ -186,13 +246,24 @@ def _with_promises(
     skipped: list[RequestState],
     counts: Mapping[str, int],
 ) -> AdapterLedger:
-    """The ledger with a promise for each adapter that a request has waited too long for."""
+    """The ledger with a promise for each adapter that a request has waited too long for.
+
+    Where there is no room for it behind the promises made already, those to requests that stand
+    behind this one yield, and are made anew behind its own: so a promise never holds up for ever
+    what the policy puts in front.
+    """
+    front: set[str] = set()
     for record in skipped:
-        if host.step - record.queued_at < config.adapter_age_limit:
-            continue
-        known = {r.version for r in ledger.reservations}
-        if record.version not in known and record.version not in ledger.resident:
-            ledger = reserve(ledger, record.version, counts)
+        known = {*ledger.resident, *(r.version for r in ledger.reservations)}
+        if host.step - record.queued_at >= config.adapter_age_limit and record.version not in known:
+            new = reserve(ledger, record.version, counts)
+            if new is ledger:
+                kept = tuple(r for r in ledger.reservations if r.version in front)
+                bare = replace(ledger, reservations=kept)
+                new = reserve(bare, record.version, counts)
+                new = ledger if new is bare else new
+            ledger = new
+        front.add(record.version)
     return ledger
 
 
@@ -201,6 +272,19 @@ def _blocks_suffice(config: Config, record: RequestState, draft: BlockDraft) -> 
     hits = _prefix_hits(config, record, draft)
     total = -(-_num_tokens(record) // config.block_size)
     return total - len(hits) + draft.count_queued(hits) <= draft.num_free
+
+
+def _encodes(
+    config: Config, record: RequestState, draft: BlockDraft, encoding: Encoding, room: int
+) -> bool:
+    """Whether the items that its first tokens need can be encoded now."""
+    start = len(_prefix_hits(config, record, draft)) * config.block_size
+    return encoding.lets_in(record, start, _first_count(config, record, start, room))
+
+
+def _first_count(config: Config, record: RequestState, start: int, room: int) -> int:
+    """The tokens a new row computes first, media aside."""
+    return min(_num_tokens(record) - start, room, config.long_prefill_threshold or room)
 
 
 def _num_tokens(record: RequestState) -> int:
@@ -214,18 +298,27 @@ def _prefix_hits(config: Config, record: RequestState, draft: BlockDraft) -> lis
         return []
     most, told = _num_tokens(record) - 1, record.num_told
     usable = most if told is None else min(most, told)
+    if config.disable_chunked_mm_input:
+        usable = outside_groups(record.request.features, usable, config.block_size)
     return draft.lookup(record.digests[: usable // config.block_size])
 
 
 def _start_row(
-    config: Config, record: RequestState, draft: BlockDraft, room: int, out: Admitted
+    config: Config,
+    record: RequestState,
+    draft: BlockDraft,
+    encoding: Encoding,
+    room: int,
+    out: Admitted,
 ) -> int:
     """Give a record its blocks and make it a row; returns the tokens it computes first."""
-    B, total = config.block_size, _num_tokens(record)
+    B = config.block_size
     hits = _prefix_hits(config, record, draft)
     draft.retain(hits)
     computed = len(hits) * B
-    count = min(total - computed, room, config.long_prefill_threshold or total)
+    count = _first_count(config, record, computed, room)
+    if record.request.features:
+        count = encoding.fit(record, computed, count)
     table = frozen([*hits, *draft.allocate(-(-(computed + count) // B) - len(hits))])
     if config.prefix_caching:
         register_blocks(config, record, table, computed, computed + count, draft)

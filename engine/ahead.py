@@ -30,7 +30,7 @@ def look_ahead(
     `host` has `plan` in flight. Safe whatever the tokens turn out to be: the work is begun only if
     it overwrites nothing that a state counts on, so that all it writes is free or uncomputed.
     """
-    if not program.fused or not plan.sampled_R.all() or plan.scored or plan.hidden:
+    if not program.graphs or not plan.sampled_R.all() or plan.scored or plan.hidden:
         return None
 
     def meanwhile(token_S: Tensor) -> None:
@@ -60,5 +60,8 @@ def guess(config: Config, plan: StepPlan) -> StepResult:
 
 def follows(config: Config, plan: StepPlan, following: StepPlan) -> bool:
     """Whether `following` decodes just the rows of `plan` and overwrites nothing of value."""
-    untouched = not (following.uploads or following.copies) and following.overwrites.empty
+    untouched = (
+        not (following.uploads or following.copies or following.drops)
+        and following.overwrites.empty
+    )
     return untouched and following.row_ids == plan.row_ids and can_replay(config, following)

@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 
 from purestep.engine.config import Config
+from purestep.engine.encoding import settled
 from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends, unsound_rows
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
@@ -15,8 +16,8 @@ from purestep.state.engine import (
     HostState,
     Rows,
     completed_record,
-    let_go,
     plan_places,
+    released,
     take_rows,
 )
 from purestep.state.errors import StepError
@@ -60,6 +61,8 @@ def commit(
         for row, end in ends.items()
     )
     after = _without(config, host, plan, rows, changed, list(ends))
+    if plan.encodes or host.encoder.holders:
+        after = evolve(after, encoder=settled(host, plan, [rows.ids[row] for row in ends]))
     outputs = Outputs(
         step=plan.step,
         ids=_ids(rows, at_S),
@@ -243,7 +246,7 @@ def _without(
     return evolve(
         flown,
         rows=take_rows(rows, np.flatnonzero(stays)),
-        departed=let_go(
+        departed=released(
             flown, [rows.ids[row] for row in leaving], [rows.tables[row] for row in leaving], draft
         ),
         blocks=draft.finish(),

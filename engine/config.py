@@ -1,6 +1,7 @@
 """Every choice an engine makes, resolved once and then frozen."""
 
 from dataclasses import dataclass
+from typing import Any
 
 from purestep.models.config import ModelConfig
 from purestep.state.adapters import ROW_BLOCK
@@ -9,6 +10,8 @@ from purestep.state.errors import ConfigError
 from purestep.state.plan import BatchDescriptor
 from purestep.state.request import RequestState
 from purestep.state.text import TokenTable
+
+_ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,6 +43,13 @@ class Config:
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
+    vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
+    image_limit: int = 0  # images in one prompt; 0 where there is no tower, or none is loaded
+    max_encoder_tokens: int = 0  # embeddings that encoders make in one step; 0 = no media
+    encoder_cache_tokens: int = 0  # embeddings kept between steps; 0 = each step encodes anew
+    disable_chunked_mm_input: bool = False  # a step computes a media item whole or not at all
+    mrope_merge: int = 0  # patches a side of a token, where media are placed by grids; 0 = they
+    # are not, and positions are places in the sequence
 
     @property
     def kv_identity(self) -> str:
@@ -47,6 +57,11 @@ class Config:
         rope = self.model.rope
         factors = f"/{'long' if rope.long else 'short'}" if rope.kind == "longrope" else ""
         return f"{self.weights}/{self.dtype}{factors}"
+
+    @property
+    def encoder_row_bytes(self) -> int:
+        """Bytes of one embedding."""
+        return self.model.hidden_size * _ITEMSIZE[self.dtype]
 
 
 def check_config(config: Config) -> Config:
@@ -80,8 +95,19 @@ def check_config(config: Config) -> Config:
         raise ConfigError(
             f"max_lora_rank={config.max_lora_rank} must be in 1..lora_rows={config.lora_rows}"
         )
+    if config.image_limit < 0 or bool(config.image_limit) != (config.vision is not None):
+        raise ConfigError(
+            f"image_limit={config.image_limit} must be at least 1 with a vision tower, which this "
+            f"program {'has' if config.vision is not None else 'lacks'}, and 0 without"
+        )
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
+    if config.max_encoder_tokens < 0 or config.encoder_cache_tokens < 0 or config.mrope_merge < 0:
+        raise ConfigError(
+            f"max_encoder_tokens={config.max_encoder_tokens}, "
+            f"encoder_cache_tokens={config.encoder_cache_tokens} and "
+            f"mrope_merge={config.mrope_merge} must be at least 0"
+        )
     for name in ("token_buckets", "row_buckets"):
         buckets = getattr(config, name)
         if tuple(sorted({*buckets})) != buckets or buckets[:1] == (0,):
@@ -97,6 +123,8 @@ def initial_host(config: Config) -> HostState:
         num_slots=config.max_active_adapters,
         num_row_blocks=config.lora_rows // ROW_BLOCK,
         max_registered=config.max_registered_adapters,
+        encoder_cache_tokens=config.encoder_cache_tokens,
+        encoder_row_bytes=config.encoder_row_bytes,
     )
 
 

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from purestep.engine.config import Config
+from purestep.engine.encode import encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import gather_, pack, pack_fused, pack_vocab
 from purestep.engine.pending import Pending, landed
@@ -54,7 +55,7 @@ def execute(
     overwrote content, the pool refuses further steps until `recover`.
     """
     pool = claim(device)
-    if not plan.row_ids and not plan.copies:
+    if not (plan.row_ids or plan.copies or plan.drops):
         return device, NOTHING
     with _torn_if_it_fails(pool, plan):
         drawn, read = _queued(program, device, plan, blobs)
@@ -104,9 +105,13 @@ def _queued(
     """Everything that the plan says, begun: the last draws from then on, and what waits for the
     result."""
     pool, drawn_S = device.pool, _drawn_before(device, plan)
-    replayed = program.fused and bool(plan.row_ids) and can_replay(pool.config, plan)
+    replayed = program.graphs and bool(plan.row_ids) and can_replay(pool.config, plan)
     if pool.graphs is not None and not replayed:
         pool.graphs.ahead = None  # it belongs to the step before
+    for identifier in plan.drops:
+        pool.encoded.pop(identifier, None)
+    with torch.inference_mode():
+        outputs = encoded_outputs(program, plan, blobs)
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
@@ -118,14 +123,18 @@ def _queued(
             raw_RV = replay(program, pool, plan, drawn_S)
             return _sampled(program, device, plan, raw_RV)
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
-        batch, hidden_TD = _forward(program, pool, plan, blobs, seen, drawn_S)
+        embeds = _embeds(program, plan, blobs, pool.encoded | outputs)
+        batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
             index_S, lora = batch.logits_index_S, batch.head_lora
             raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
         scored = tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored)
         hidden = _hidden_arrays(program.config, plan, seen)
-        return _sampled(program, device, plan, raw_SV, scored=scored, hidden=hidden)
+        found = _sampled(program, device, plan, raw_SV, scored=scored, hidden=hidden)
+    # At the end, as the state before a step that fails knows nothing of them.
+    pool.encoded.update({i.identifier: outputs[i.identifier] for i in plan.encodes if i.keep})
+    return found
 
 
 def _drawn_before(device: DeviceState, plan: StepPlan) -> torch.Tensor | None:
@@ -159,14 +168,14 @@ def _forward(
     program: Program,
     pool: Pool,
     plan: StepPlan,
-    blobs: Mapping[str, Any],
+    embeds: tuple[torch.Tensor, torch.Tensor] | None,
     seen: list[list[torch.Tensor]],
     drawn_S: torch.Tensor | None,
 ) -> tuple[Batch, torch.Tensor]:
     """The plan's batch and its hidden states; `seen` takes what `plan.hidden` asks for."""
     config, params = program.config, program.params
     extras = {
-        "embeds": _embeds(config, plan, blobs),
+        "embeds": embeds,
         "observe": _observer(config, plan, seen) if plan.hidden else None,
     }
     fused = program.fused
@@ -232,12 +241,18 @@ def _hidden_arrays(
 
 
 def _embeds(
-    config: Config, plan: StepPlan, blobs: Mapping[str, Any]
+    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(index_E, rows_ED): which token rows enter as embeddings, and those."""
-    if not plan.embedded:
+    if not (plan.embedded or plan.merges):
         return None
-    index_E = np.concatenate([span.index_E for span in plan.embedded])
-    rows = [blobs[s.blob][s.first_row : s.first_row + len(s.index_E)] for s in plan.embedded]
-    device = config.device
-    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows).to(device)
+    device = program.config.device
+    spans = [
+        (s.index_E, blobs[s.blob][s.first_row : s.first_row + len(s.index_E)].to(device))
+        for s in plan.embedded
+    ]
+    spans += merged_rows(program, plan, blobs, outputs)
+    index_E = np.concatenate([index for index, _ in spans])
+    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(
+        [rows for _, rows in spans]
+    )

@@ -5,14 +5,9 @@ from dataclasses import replace
 import torch
 
 from purestep.engine.config import Config
+from purestep.engine.memory import pool_bytes
 from purestep.engine.platform import available_bytes
-from purestep.engine.pool import (
-    allocate_pool,
-    claim,
-    copy_adapter_,
-    copy_blocks_,
-    pool_bytes,
-)
+from purestep.engine.pool import allocate_pool, claim, copy_adapter_, copy_blocks_
 from purestep.engine.program import Program
 from purestep.state.blocks import BlockLedger, empty_blocks
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
@@ -23,10 +18,11 @@ from purestep.state.request import frozen
 def fork(program: Program, state: EngineState, num_blocks: int | None = None) -> EngineState:
     """A twin of `state` that can be stepped on its own; `state` stays valid.
 
-    The twin's pool holds copies of live and cached KV blocks and of resident adapters; weights are
-    shared. With `num_blocks` its pool has another size: live blocks are renumbered and the cached
-    ones left behind. Raises ForkMemoryError (bytes needed, bytes free), ConfigError when the live
-    blocks alone exceed `num_blocks`, DonatedStateError or StepError, before any change.
+    The twin's pool holds copies of live and cached KV blocks and of resident adapters; weights and
+    encoder outputs are shared. With `num_blocks` its pool has another size: live blocks are
+    renumbered and the cached ones left behind. Raises ForkMemoryError (bytes needed, bytes free),
+    ConfigError when the live blocks alone exceed `num_blocks`, DonatedStateError or StepError,
+    before any change.
     """
     source = claim(state.device)
     host = quiet(state.host, "fork")
@@ -43,6 +39,7 @@ def fork(program: Program, state: EngineState, num_blocks: int | None = None) ->
     pool = allocate_pool(config)
     for place in host.adapters.resident.values():
         copy_adapter_(source, pool, place)
+    pool.encoded.update(source.encoded)  # never written to, so both may have them
     copy_blocks_(source, pool, [old for old, _ in pairs], [new for _, new in pairs])
     return replace(
         state, config=config, host=host, device=DeviceState(pool=pool, generation=pool.generation)

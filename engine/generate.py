@@ -19,6 +19,7 @@ from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
 from purestep.state.plan import Outputs
 from purestep.state.request import Completion, FinishReason, Request, frozen, num_given
 
+Advance = Callable[[Program, EngineState, Policy], tuple[EngineState, Outputs]]
 _END = object()  # what an exhausted iterator gives
 
 
@@ -30,9 +31,9 @@ def generate(
     resolver: Resolver | None = None,
     policy: Policy = fcfs,
     window: int | None = None,
-    overlap: bool | None = None,
     progress: bool = False,
     on_step: Callable[[Outputs], None] | None = None,
+    advance: Advance | None = None,
 ) -> Iterator[Completion]:
     """Run requests to their end in one continuous batch, yielding each as it finishes.
 
@@ -42,10 +43,12 @@ def generate(
     read in the background when the first request needs it; `resolver` finds the folder of a name
     that is not there (see `folder_resolver`), once. `policy` says who is served first. A request
     that is refused or whose adapter fails yields a Completion with reason "error"; the others are
-    unaffected. With `overlap` a step is planned while the device runs the one before (see
-    `step_ahead`), which changes no token; by default on a GPU alone. `on_step` sees every step's
-    outputs; `progress` shows a bar.
+    unaffected. `on_step` sees every step's outputs; `progress` shows a bar. `advance` takes a
+    step: `step`, `step_ahead` (the default on a GPU, as it plans while the device computes), or
+    `dry_step`, which asks no model.
     """
+    if advance is None:
+        advance = step_ahead if program.graphs else step
     state = init(program)
     for name, source in (adapters or {}).items():
         state = register_adapter(state, source, name=name)
@@ -56,11 +59,7 @@ def generate(
     bar = tqdm(total=total, disable=not progress, unit="request", smoothing=0.1)
     with Loader(program.config) as loader, closing(bar):
         driver = _Driver(
-            program=program,
-            loader=loader,
-            policy=policy,
-            resolver=resolver,
-            step=step_ahead if (program.fused if overlap is None else overlap) else step,
+            program=program, loader=loader, policy=policy, resolver=resolver, advance=advance
         )
         for completion in _drive(driver, state, iter(requests), window, on_step):
             bar.update(completion.index == 0)  # the first of a request's samples
@@ -75,7 +74,7 @@ class _Driver:
     loader: Loader
     policy: Policy
     resolver: Resolver | None
-    step: Callable[..., tuple[EngineState, Outputs]]  # `step` or `step_ahead`
+    advance: Advance
 
     def submitted(self, state: EngineState, request: Request) -> EngineState:
         try:
@@ -110,7 +109,7 @@ def _drive(
         if state.host.idle:
             return
         flying = state.host.in_flight
-        state, outputs = driver.step(driver.program, state, driver.policy)
+        state, outputs = driver.advance(driver.program, state, driver.policy)
         told = flying or not state.host.in_flight  # else a plan was queued and nothing came back
         driver.loader.ask(outputs.loads)
         for event in driver.loader.events(block=bool(outputs.waiting_for)):

@@ -67,7 +67,9 @@ def graphs_of(pool: Pool) -> Graphs:
 def can_replay(config: Config, plan: StepPlan) -> bool:
     """Whether the plan's forward pass is a graph: a decode step that fits a bucket, of which
     nothing but logits is wanted, and whose adapters leave embedding and head alone."""
-    plain = plan.sampled_R.all() and not (plan.scored or plan.hidden or plan.embedded)
+    plain = plan.sampled_R.all() and not (
+        plan.scored or plan.hidden or plan.embedded or plan.merges
+    )
     plain = plain and not any({"embed", "head"} & {*place.linears} for place in plan.residents)
     return plain and has_graph(config, plan.descriptor)
 

@@ -50,9 +50,9 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     context_len_R = np.zeros(shape.num_rows, np.int32)
     context_len_R[: len(count_R)] = plan.start_R + count_R
     return {
-        # An embedding's place holds -1; any valid id will do there.
+        # An embedding's place may hold -1; any valid id will do there.
         "token_T": _padded(plan.tokens_T.clip(min=0).astype(np.int64), T, 0),
-        "position_T": _padded(position_T.astype(np.int64), T, 0),
+        **_positions(plan, position_T, T),
         "kv_index_T": _padded(kv_index_T, T, -1),
         "query_start_R1": query_start_R1,
         "context_len_R": context_len_R,
@@ -70,6 +70,18 @@ def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
         return
     index = torch.from_numpy(np.stack((place_N, from_N)).astype(np.int64)).to(token_T.device)
     token_T[index[0]] = drawn_S[index[1]].to(token_T.dtype)
+
+
+def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
+    """`position_T`, and `position_3T` where a token's three positions differ."""
+    moved_3T = plan.position_3T
+    if moved_3T is None:
+        return {"position_T": _padded(place_T.astype(np.int64), length, 0)}
+    found = {"position_T": _padded(moved_3T[0].astype(np.int64), length, 0)}
+    if (moved_3T != moved_3T[0]).any():
+        padding = ((0, 0), (0, length - len(place_T)))
+        found["position_3T"] = np.pad(moved_3T.astype(np.int64), padding)
+    return found
 
 
 def slots(plan: StepPlan) -> np.ndarray:
@@ -235,7 +247,7 @@ def views(buffer: Tensor, spots: Spots) -> Batch:
 
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
-    """`pack` for a GPU's kernels, in one copy."""
+    """`pack` for the fused decoder, in one copy."""
     arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
     index_S = arrays["logits_index_S"]
     if plan.residents:

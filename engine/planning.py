@@ -7,9 +7,10 @@ from immutables import Map
 
 from purestep.engine.config import Config, describe
 from purestep.engine.extras import embedded_spans, probes, row_edits
+from purestep.engine.media import merged_spans, plan_positions
 from purestep.state.adapters import AdapterLedger, Residence
 from purestep.state.engine import HostState, Rows, all_tokens, take_rows
-from purestep.state.plan import Overwrites, SamplingRows, StepPlan
+from purestep.state.plan import EncodedItem, Overwrites, SamplingRows, StepPlan
 from purestep.state.request import RequestState
 from purestep.state.scores import locked
 
@@ -23,12 +24,15 @@ def make_plan(
     adapters: AdapterLedger,
     allocated: list[int],
     drawn_R: np.ndarray,
+    drops: tuple[str, ...],
+    encodes: tuple[EncodedItem, ...],
     **told: Any,
 ) -> StepPlan:
     """What `execute` needs to know. `rows` and `count_R` are as this step leaves them, but for
     `num_computed_R`; `allocated` are the blocks this step handed out; `drawn_R` are the places of
-    the first rows among the draws of the plan in flight (`drawn_in_flight`); `told` is what the
-    plan says of requests that are no rows."""
+    the first rows among the draws of the plan in flight (`drawn_in_flight`); `drops` and `encodes`
+    say what becomes of encoder outputs; `told` is what the plan says of requests that are no rows.
+    """
     active = rows if count_R.all() else take_rows(rows, np.flatnonzero(count_R))
     gathered_T = _gathered(drawn_R, count_R)
     count_R = locked(count_R[count_R > 0])
@@ -41,8 +45,7 @@ def make_plan(
         step=host.step,
         descriptor=describe(config, int(count_R.sum()), len(active.ids), len(residents)),
         uploads=uploads,
-        copies=host.copies,
-        overwrites=_overwrites(host, allocated, uploads),
+        overwrites=_overwrites(host, allocated, uploads, drops),
         row_ids=active.ids,
         start_R=active.num_computed_R,
         count_R=count_R,
@@ -56,6 +59,10 @@ def make_plan(
         scored=scored,
         hidden=hidden,
         embedded=embedded_spans(active, count_R, requests),
+        drops=drops,
+        encodes=encodes,
+        merges=merged_spans(active, count_R, requests),
+        position_3T=plan_positions(config, active, count_R, requests),
         **told,
     )
 
@@ -115,18 +122,23 @@ def _step_tokens(
 
 
 def _overwrites(
-    host: HostState, allocated: list[int], uploads: tuple[Residence, ...]
+    host: HostState,
+    allocated: list[int],
+    uploads: tuple[Residence, ...],
+    drops: tuple[str, ...],
 ) -> Overwrites:
-    """What the input state counts on among the blocks and adapter rows this plan hands out."""
+    """What the input state counts on among the blocks and adapter rows this plan hands out, and the
+    encoder outputs that it drops."""
     ledger = host.blocks
     blocks = sorted(b for b in allocated if b in ledger.refs or b in ledger.digest_of)
+    outputs = tuple(sorted(name for name in drops if name in host.encoder.outputs))
     if not uploads:
-        return Overwrites(blocks=tuple(blocks))
+        return Overwrites(blocks=tuple(blocks), outputs=outputs)
     taken = {b for place in uploads for b in place.row_blocks}
     adapters = [
         v for v, place in host.adapters.resident.items() if not taken.isdisjoint(place.row_blocks)
     ]
-    return Overwrites(blocks=tuple(blocks), adapters=tuple(sorted(adapters)))
+    return Overwrites(blocks=tuple(blocks), adapters=tuple(sorted(adapters)), outputs=outputs)
 
 
 def versions_in_use(rows: Rows) -> list[str]:

@@ -1,4 +1,5 @@
-"""Device memory of one engine: KV pages and adapter rows, allocated once, written in place.
+"""Device memory of one engine: KV pages and adapter rows, allocated once, written in place; and
+encoder outputs, which come and go as plans say and are never written to.
 
 The pool's generation is the one mutable integer of purestep: it tells which `DeviceState` is valid.
 L layers, P adapter rows in C blocks of R = ROW_BLOCK, S slices of a fused linear, B block size,
@@ -14,10 +15,11 @@ import torch
 from torch import Tensor
 
 from purestep.engine.config import Config
+from purestep.engine.memory import vocab_rows_bytes
 from purestep.engine.pending import Ring, check_sound
 from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
-from purestep.models.config import fused_linears, vocab_linears
+from purestep.models.config import fused_linears
 from purestep.models.decoder import AdapterRows, EmbedRows, LayerAdapters
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.engine import DeviceState
@@ -38,35 +40,12 @@ class Pool:
     layers: tuple[LayerAdapters, ...]  # views of the two, one a layer
     embed: EmbedRows | None  # None where config.lora_vocab is off, as the head's
     head: AdapterRows | None
+    encoded: dict[str, Tensor] = field(default_factory=dict)  # outputs by identifier, [E, D]
     generation: int = 0
     consumer: str = ""  # what made the present generation
     torn: Overwrites | None = None  # what a failed step may have destroyed
     ring: Ring = field(default_factory=Ring)
     graphs: Any = None  # on a GPU: engine/graphs.py, with its addresses; dies with the pool
-
-
-def kv_block_bytes(config: Config) -> int:
-    """Bytes of one KV block over all layers."""
-    model, itemsize = config.model, getattr(torch, config.dtype).itemsize
-    return 2 * model.num_layers * config.block_size * model.kv_size * itemsize
-
-
-def pool_bytes(config: Config, num_blocks: int) -> int:
-    """Bytes of a pool with this many blocks; on a CPU they are taken once they are written."""
-    per_row = sum(
-        len(linear.out_sizes) * linear.in_features + linear.out_features
-        for linear in fused_linears(config.model)
-    )
-    itemsize = getattr(torch, config.dtype).itemsize
-    adapter_bytes = config.model.num_layers * config.lora_rows * per_row * itemsize
-    vocab_bytes = vocab_rows_bytes(config) if config.lora_vocab else 0
-    return num_blocks * kv_block_bytes(config) + adapter_bytes + vocab_bytes
-
-
-def vocab_rows_bytes(config: Config) -> int:
-    """Bytes of the adapter rows of the embedding and of the head, which `lora_vocab` asks for."""
-    per_row = sum(x.in_features + x.out_features for x in vocab_linears(config.model))
-    return config.lora_rows * per_row * getattr(torch, config.dtype).itemsize
 
 
 def check_linears(config: Config, adapter: Adapter, label: str) -> None:

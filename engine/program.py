@@ -8,23 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from blake3 import blake3
 from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
-from purestep.engine.memory import choose_num_blocks
+from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
+from purestep.engine.native import use_native
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
 from purestep.engine.sampling import Processor
-from purestep.models.checkpoint import generation_defaults, load_checkpoint, stop_ids
+from purestep.models.checkpoint import (
+    generation_defaults,
+    load_checkpoint,
+    load_vision,
+    stop_ids,
+)
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
 from purestep.models.rope import rope_for_context
+from purestep.models.vision import Vision
 from purestep.ops import kernels
 from purestep.state.engine import DeviceState, EngineState
 from purestep.state.errors import ConfigError
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
+
+IMAGE_LIMIT = 999  # images in one prompt where the user sets no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -34,21 +44,31 @@ class Program:
     config: Config
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
-    fused: bool  # a GPU's kernels (models/fused.py) take the layers' place, and graphs replay them
+    fused: bool  # our own kernels (models/fused.py) take the layers' place
+    graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
+    vision: Vision | None = None  # the tower; None without one, or where image_limit is 0
 
 
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
     """Load a Hugging Face checkpoint folder; `options` are those of `make_program`.
+
+    With `image_limit=0` a multimodal model's tower is not read. Config.weights names it, too, where
+    it is.
 
     Raises CheckpointError or ConfigError. Nothing is ever downloaded.
     """
     folder = Path(path)
     device = resolve_device(options.pop("device", "auto"))
     dtype = resolve_dtype(options.pop("dtype", "auto"), device, _stored_dtype(folder))
-    model, params, digest = load_checkpoint(folder, dtype=getattr(torch, dtype), device=device)
+    form = {"dtype": getattr(torch, dtype), "device": device}
+    model, params, digest = load_checkpoint(folder, **form)
+    found = load_vision(folder, **form) if options.get("image_limit") != 0 else None
+    vision, tower = found or (None, None)
+    if tower is not None:
+        digest = blake3(f"purestep weights with tower v1\n{digest}\n{tower}".encode()).hexdigest()
     tokenizer = load_tokenizer(folder)
     options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
     return make_program(
@@ -59,6 +79,7 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
         device=device,
         stop_ids=stop_ids(folder),
         tokenizer=tokenizer,
+        vision=vision,
         **options,
     )
 
@@ -69,7 +90,9 @@ def _stored_dtype(folder: Path) -> str:
         config = json.loads((folder / "config.json").read_text())
     except (OSError, ValueError):
         return "float32"  # load_checkpoint says what is wrong with the file
-    return config.get("dtype") or config.get("torch_dtype") or "float32"
+    text = config.get("text_config") or {}
+    names = [c.get(key) for c in (config, text) for key in ("dtype", "torch_dtype")]
+    return next(filter(None, names), "float32")
 
 
 def make_program(
@@ -93,7 +116,8 @@ def make_program(
     max_registered_adapters: int = 64,
     adapter_age_limit: int = 256,
     adapter_preemption: bool = False,
-    lora_rows: int = 128,
+    lora_rows: int | None = None,
+    adapter_bytes: int | None = None,
     max_lora_rank: int | None = None,
     prefix_caching: bool = True,
     compile: bool = False,
@@ -103,9 +127,16 @@ def make_program(
     token_buckets: tuple[int, ...] = (),
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
+    vision: Vision | None = None,
+    image_limit: int | None = None,
+    max_encoder_tokens: int | None = None,
+    encoder_cache_tokens: int | None = None,
+    encoder_cache_bytes: int | None = None,
+    disable_chunked_mm_input: bool = False,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
+    `lora_rows` counts the rows of memory for adapters (128), or `adapter_bytes` does.
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
     (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`;
     with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
@@ -114,18 +145,41 @@ def make_program(
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
     On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
-    `compile` is for other devices, since nothing is left to fuse there (models/fused.py).
+    `compile` is for other devices, since nothing is left to fuse there (models/fused.py); on a CPU
+    it takes the place of our own code for float32, which is the faster one.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
+    `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
+    model with a tower; with 0 there is no tower, and the engine is one for text.
+
+    Media: `vision` encodes at most `max_encoder_tokens` embeddings in one step, which is also the
+    longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
+    that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
+    steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
+    in one step.
+
     Raises ConfigError naming option, value and limit.
     """
     for name, function in (processors or {}).items():
         if not isinstance(name, str) or not name or not callable(function):
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
-    fused = torch.device(device).type == "cuda" and kernels.usable()
+    kind = torch.device(device).type
+    graphs = kind == "cuda" and kernels.usable()
+    if lora_vocab is None:
+        lora_vocab = kind == "cpu"
+    if lora_rows is not None and adapter_bytes is not None:
+        raise ConfigError(
+            f"lora_rows={lora_rows} and adapter_bytes={adapter_bytes}: give at most one"
+        )
+    if adapter_bytes is not None:
+        lora_rows = rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab)
+    lora_rows = 128 if lora_rows is None else lora_rows
     if row_buckets is None:
-        row_buckets = default_row_buckets(max_rows) if fused else ()
+        row_buckets = default_row_buckets(max_rows) if graphs else ()
+    if image_limit is None:
+        image_limit = 0 if vision is None else IMAGE_LIMIT
+    vision = vision if image_limit else None
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -151,19 +205,58 @@ def make_program(
         processors=tuple(sorted(processors or ())),
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
-        lora_vocab=torch.device(device).type == "cpu" if lora_vocab is None else lora_vocab,
+        lora_vocab=lora_vocab,
+        vision=None if vision is None else vision.config,
+        image_limit=image_limit,
+        disable_chunked_mm_input=disable_chunked_mm_input,
+        mrope_merge=0 if vision is None else vision.family.merge(vision.config),
+    )
+    config = with_encoder(
+        config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
     )
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
+    fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,
         params=params,
         layer=compile_layer() if compiled else decoder_layer,
         fused=fused,
+        graphs=graphs,
         tokenizer=tokenizer,
         processors=Map(processors or {}),
         defaults=defaults,
+        vision=vision,
     )
+
+
+def with_encoder(
+    config: Config,
+    vision: Vision | None,
+    max_tokens: int | None,
+    cache_tokens: int | None,
+    cache_bytes: int | None,
+) -> Config:
+    """The config with its encoder budgets: as given, or as `make_program` says."""
+    if cache_tokens is not None and cache_bytes is not None:
+        raise ConfigError(
+            f"encoder_cache_tokens={cache_tokens} and encoder_cache_bytes={cache_bytes}: "
+            "give at most one"
+        )
+    if max_tokens is None:
+        max_tokens = max(config.max_batched_tokens, 0 if vision is None else _largest(vision))
+    if cache_bytes is not None:
+        cache_tokens = cache_bytes // config.encoder_row_bytes
+    if cache_tokens is None:
+        cache_tokens = max_tokens
+    return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
+
+
+def _largest(vision: Vision) -> int:
+    """The embeddings of the largest item the encoder's processor makes."""
+    item = vision.family.largest(vision.config, {})
+    ids, is_embed = vision.family.placeholder(vision.config, item)
+    return len(ids) if is_embed is None else int(is_embed.sum())
 
 
 def default_row_buckets(max_rows: int) -> tuple[int, ...]:

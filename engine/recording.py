@@ -28,10 +28,11 @@ from purestep.engine.adapters import (
 )
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
+from purestep.engine.embeds import take_embeds
 from purestep.engine.policy import Order, Policy, fcfs
 from purestep.engine.pool import owned
 from purestep.engine.renewal import adopt, adopt_weights, flush
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, branch, submit, submit_host
 from purestep.engine.schedule import schedule
 from purestep.engine.step import recover, step, step_ahead, without_flown, without_overwritten
 from purestep.models.adapter_files import Adapter
@@ -206,8 +207,10 @@ def _parsed(line: str) -> Any:
 
 def _folded(state: EngineState, event: Event) -> EngineState:
     match event:
-        case ("submit", Request() as request):
+        case ("submit", Request(features=()) as request):
             return submit(state, request)
+        case ("submit", Request() as request):
+            return _submitted_again(state, request)
         case ("abort", request_id):
             return abort(state, request_id)
         case ("branch", request_id, new_ids):
@@ -243,6 +246,14 @@ def _folded(state: EngineState, event: Event) -> EngineState:
     raise SnapshotError(f"recording: no event is {str(event)[:80]}")
 
 
+def _submitted_again(state: EngineState, request: Request) -> EngineState:
+    """A request whose media's tensors are not there, and not needed: no plan is executed."""
+    rows = None
+    if request.prompt_embeds is not None:
+        request, rows = take_embeds(state.config, request)
+    return replace(state, host=submit_host(state.config, state.host, request, rows))
+
+
 def _without_tensors(name: str, source: str | None, info: AdapterInfo) -> AdapterLoaded:
     adapter = Adapter(
         version=info.version,
@@ -270,4 +281,5 @@ def _numbers(config: Config) -> dict[str, Any]:
     """A config as JSON, but for what host states do not depend on."""
     found = {f.name: getattr(config, f.name) for f in fields(config) if f.name not in ELSEWHERE}
     tokens = None if config.tokens is None else hash(config.tokens)  # of its content, not its id
-    return found | {"model": asdict(config.model), "tokens": tokens}
+    vision = None if config.vision is None else asdict(config.vision)
+    return found | {"model": asdict(config.model), "tokens": tokens, "vision": vision}

@@ -7,6 +7,7 @@ from purestep.engine.program import Program
 from purestep.engine.requests import bind
 from purestep.models.decoder import Params
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import dropped
 from purestep.state.engine import (
     EngineState,
     HostState,
@@ -22,7 +23,8 @@ from purestep.state.request import RequestState
 
 
 def flush(state: EngineState) -> EngineState:
-    """Forget all cached prefixes. Running requests keep their blocks, which nobody else will find.
+    """Forget all cached prefixes, and encoder outputs that no running request needs. Running
+    requests keep their blocks, which nobody else will find.
 
     Raises StepError when a plan is in flight.
     """
@@ -30,7 +32,8 @@ def flush(state: EngineState) -> EngineState:
     draft = BlockDraft(host.blocks)
     for block in list(host.blocks.digest_of):
         draft.forget(block)
-    return replace(state, host=replace(host, blocks=draft.finish()))
+    encoder = dropped(host.encoder, host.encoder.evictable)
+    return replace(state, host=replace(host, blocks=draft.finish(), encoder=encoder))
 
 
 def with_weights(program: Program, params: Params, *, version: str) -> Program:
@@ -46,9 +49,9 @@ def with_weights(program: Program, params: Params, *, version: str) -> Program:
 def adopt(program: Program, state: EngineState) -> EngineState:
     """The state, to be stepped by a program whose weights are other ones.
 
-    Live requests keep the tokens, scores and hidden states they have; their KV is computed anew,
-    and KV of the old weights is never found again. Raises ConfigError where more than the weights
-    differs, StepError when a plan is in flight.
+    Live requests keep the tokens, scores and hidden states they have; their KV, and what their
+    media were encoded to, is computed anew, and KV of the old weights is never found again. Raises
+    ConfigError where more than the weights differs, StepError when a plan is in flight.
     """
     config = replace(state.config, weights=program.config.weights)
     if replace(program.config, num_blocks=config.num_blocks) != config:
@@ -76,6 +79,7 @@ def _recomputed(config: Config, host: HostState) -> HostState:
         copies=drop_copies(host.copies, draft),
         rows=take_rows(host.rows, []),
         blocks=draft.finish(),
+        encoder=dropped(host.encoder, host.encoder.outputs),
     )
 
 

@@ -11,9 +11,12 @@ from torch import Tensor
 
 from purestep.engine.config import Config, row_limit
 from purestep.engine.embeds import block_extras, check_places, take_embeds
+from purestep.engine.encoding import holds_of
 from purestep.engine.extras import edits_of
+from purestep.engine.media import check_media, positions_of, take_media
 from purestep.state.adapters import count_users, resolve
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import let_go
 from purestep.state.engine import (
     EngineState,
     HostState,
@@ -21,15 +24,16 @@ from purestep.state.engine import (
     add_rows,
     drop_blobs,
     drop_copies,
-    let_go,
     live,
     make_row,
     progress,
     quiet,
+    released,
     take_rows,
 )
 from purestep.state.errors import RequestError
 from purestep.state.hashing import block_digests, chain_root, random_stream, request_seed
+from purestep.state.media import media_extras
 from purestep.state.request import (
     Request,
     RequestState,
@@ -44,14 +48,18 @@ def submit(state: EngineState, request: Request) -> EngineState:
     With `sampling.n` > 1 each sample is a request of its own from here on: the first lives under
     the request's id, the others under `id#1`, `id#2`, ... They share the prompt's KV blocks.
 
-    Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live),
-    SamplingError or UnknownAdapterError, naming item, value and limit, before any change.
+    Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live, a
+    media item that does not fit), SamplingError or UnknownAdapterError, naming item, value and
+    limit, before any change.
     """
-    if request.prompt_embeds is None:
-        return replace(state, host=submit_host(state.config, state.host, request))
-    request, rows = take_embeds(state.config, request)
+    blobs, rows = state.blobs, None
+    if request.features:
+        request, blobs = take_media(blobs, request)
+    if request.prompt_embeds is not None:
+        request, rows = take_embeds(state.config, request)
+        blobs = blobs.set(request.prompt_embeds, rows)
     host = submit_host(state.config, state.host, request, rows)
-    return replace(state, host=host, blobs=state.blobs.set(request.prompt_embeds, rows))
+    return replace(state, host=host, blobs=blobs)
 
 
 def submit_host(
@@ -63,10 +71,14 @@ def submit_host(
     if embeds is not None:
         check_places(request, embeds)
         extras = block_extras(request.tokens, embeds, config.block_size)
+    if request.features:
+        media = media_extras(request.features, len(request.tokens), config.block_size)
+        extras = tuple(map(bytes.__add__, extras, media)) if extras else tuple(media)
+    positions = positions_of(config, request)
     version, loading = resolve(host.adapters, request.adapter, f"request {request.id!r}")
     records = []
     for index in range(request.sampling.n):
-        record = _new_record(config, host, request, index, extras)
+        record = _new_record(config, host, request, index, extras, positions)
         records.append(record if loading else bind(config, record, version))
     adapters = host.adapters
     if not loading:
@@ -82,7 +94,12 @@ def submit_host(
 
 
 def _new_record(
-    config: Config, host: HostState, request: Request, index: int, extras: tuple[bytes, ...]
+    config: Config,
+    host: HostState,
+    request: Request,
+    index: int,
+    extras: tuple[bytes, ...],
+    positions: tuple[np.ndarray | None, int],
 ) -> RequestState:
     given = request.sampling.seed
     seed = request_seed(config.seed, request.id) if given is None else given
@@ -102,6 +119,8 @@ def _new_record(
         num_branches=0,
         root=b"",
         block_extras=extras,
+        position_3P=positions[0],
+        position_delta=positions[1],
         prompt_digests=(),
         generated_digests=(),
         generated=frozen(()),
@@ -131,6 +150,7 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         has_text=config.tokens is not None,
         processors=config.processors,
     )
+    check_media(config, request)
     _check_free(host, request.id, request.sampling.n, f"request {request.id!r}")
     generates = request.sampling.max_tokens > 0
     needed = -(-(len(request.tokens) + generates) // config.block_size)
@@ -191,7 +211,7 @@ def abort_host(host: HostState, key: str) -> HostState:
     if key in rows.ids:
         row = rows.ids.index(key)
         draft = BlockDraft(blocks)
-        departed = let_go(host, [key], [rows.tables[row]], draft)
+        departed = released(host, [key], [rows.tables[row]], draft)
         copies = drop_copies(host.copies, draft)
         blocks = draft.finish()
         rows = take_rows(rows, [r for r in range(len(rows.ids)) if r != row])
@@ -204,6 +224,7 @@ def abort_host(host: HostState, key: str) -> HostState:
         copies=copies,
         departed=departed,
         adapters=count_users(host.adapters, ((record.version, -1),)),
+        encoder=let_go(host.encoder, holds_of(record)),
     )
 
 

@@ -15,6 +15,7 @@ from immutables import Map
 
 from purestep.engine.admission import Admitted, admit, ended_request, register_blocks
 from purestep.engine.config import Config
+from purestep.engine.encoding import Encoding
 from purestep.engine.planning import make_plan, versions_in_use
 from purestep.engine.policy import Order, Policy, checked_order, fcfs
 from purestep.state.adapters import count_users, load_asked, num_unevictable, touch
@@ -25,6 +26,7 @@ from purestep.state.engine import (
     add_rows,
     completed_record,
     drawn_in_flight,
+    drop_copies,
     take_rows,
 )
 from purestep.state.errors import InFlightError, StepError
@@ -46,19 +48,20 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     order = checked_order(host, policy)
     drawn_R = drawn_in_flight(host)
     host = _lengthened(host, drawn_R)
-    draft = BlockDraft(host.blocks)
-    running = _serve_running(config, host, order, draft, drawn_R)
+    draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)
+    running = _serve_running(config, host, order, draft, encoding, drawn_R)
     admitted = Admitted.none(host.adapters)
-    if running.admits:
+    if running.admits and not encoding.stalled:
         room = config.max_batched_tokens - int(running.count_R.sum())
-        admitted = admit(config, host, order, draft, running.rows, room)
+        admitted = admit(config, host, order, draft, encoding, running.rows, room)
 
     rows, count_R = running.rows, running.count_R
     if admitted.rows:
         rows = add_rows(rows, [row for row, _ in admitted.rows])
         count_R = np.append(count_R, [count for _, count in admitted.rows]).astype(np.int32)
 
-    sources = [(host.step, "", frozen([source])) for source, _ in host.copies]  # this plan reads it
+    copies = drop_copies(host.copies, draft)  # of branches that were preempted: after allocations
+    sources = [(host.step, "", frozen([source])) for source, _ in copies]  # this plan reads it
     loads = _wanted_loads(host)
     hopeless = () if loads else _hopeless_loads(config, host)
     ended = (*running.ended, *admitted.ended, *hopeless)
@@ -69,6 +72,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         adapters = load_asked(adapters, (name for name, _ in loads))
     if gone:
         adapters = count_users(adapters, ((host.requests[i].version, -1) for i in gone))
+    encoder, drops, encodes = encoding.finish()
     plan = make_plan(
         config,
         host,
@@ -78,6 +82,9 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         adapters,
         draft.allocated,
         drawn_R,
+        copies=copies,
+        drops=drops,
+        encodes=encodes,
         ended=(*host.ended, *ended),
         loads=loads,
         num_hit_tokens=admitted.num_hit_tokens,
@@ -92,6 +99,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         rows=_as_known(evolve(rows, num_computed_R=locked(rows.num_computed_R + count_R)), drawn_R),
         blocks=draft.finish(),
         adapters=adapters,
+        encoder=encoder,
         copies=(),
         ended=(),
         in_flight=(*host.in_flight, plan),
@@ -166,7 +174,12 @@ class _Running:
 
 
 def _serve_running(
-    config: Config, host: HostState, order: Order, draft: BlockDraft, drawn_R: np.ndarray
+    config: Config,
+    host: HostState,
+    order: Order,
+    draft: BlockDraft,
+    encoding: Encoding,
+    drawn_R: np.ndarray,
 ) -> _Running:
     rows, B = host.rows, config.block_size
     service, making_way = _served(config, host, order)
@@ -174,7 +187,7 @@ def _serve_running(
         raise _waits(host, f"{rows.ids[making_way[0]]!r} makes way for a promised adapter")
     for row in making_way:
         draft.release(rows.tables[row])
-    count_R = _token_counts(config, rows, service)
+    count_R = _token_counts(config, host, service, encoding)
     start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
     need_R = -(-end_R // B) - -(-start_R // B)
     leaving, ended = _make_room(config, host, service, need_R, draft)
@@ -192,9 +205,12 @@ def _serve_running(
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
+        encoding.leave(record)
         records[rows.ids[row]] = replace(
             record, num_preemptions=record.num_preemptions + 1, queued_at=host.step
         )
+    for completion in ended:
+        encoding.leave(host.requests[completion.key])
     if gone or ended:
         rows, count_R = take_rows(rows, np.flatnonzero(stays)), count_R[stays]
     return _Running(
@@ -221,6 +237,7 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
         service = service[~np.isin(service, making_way)]
     if host.in_flight:
         ending_R = (rows.num_tokens_R == rows.limit_R) & (rows.num_tokens_R > rows.num_prompt_R)
+        ending_R |= rows.num_computed_R == rows.num_tokens_R
         service = service[~ending_R[service]]
     return service, making_way
 
@@ -250,18 +267,27 @@ def _rows_making_way(config: Config, host: HostState) -> list[int]:
     return [row for row in drew if host.rows.versions[row] in promised]
 
 
-def _token_counts(config: Config, rows: Rows, service: np.ndarray) -> np.ndarray:
+def _token_counts(
+    config: Config, host: HostState, service: np.ndarray, encoding: Encoding
+) -> np.ndarray:
     """Tokens each row of `service` computes: one for every decoding row, then prompt chunks."""
+    rows = host.rows
     remaining_R = rows.num_tokens_R - rows.num_computed_R
+    media_R = rows.num_computed_R < rows.media_end_R
+    chunked_R = (remaining_R > 1) | media_R
     served_R = np.zeros(len(rows.ids), bool)
     served_R[service] = True
-    count_R = (served_R & (remaining_R == 1)).astype(np.int32)
-    if len(count_R) and remaining_R.max() > 1:
+    count_R = (served_R & ~chunked_R).astype(np.int32)
+    if chunked_R.any():
         budget = config.max_batched_tokens - int(count_R.sum())
         chunk = config.long_prefill_threshold or budget
-        for row in service[remaining_R[service] > 1].tolist():
-            count_R[row] = min(int(remaining_R[row]), budget, chunk)
-            budget -= int(count_R[row])
+        for row in service[chunked_R[service]].tolist():
+            count = min(int(remaining_R[row]), budget, chunk)
+            if count and media_R[row]:
+                record = host.requests[rows.ids[row]]
+                count = encoding.fit(record, int(rows.num_computed_R[row]), count)
+            count_R[row] = count
+            budget -= count
     return count_R
 
 

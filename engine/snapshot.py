@@ -1,8 +1,8 @@
 """A state on disk: host state as canonical JSON, KV and adapters as safetensors. No pickle.
 
-A snapshot is a folder: `state.json`, `kv.safetensors`, `adapters.safetensors` and, of prompts given
-as embeddings, `prompts.safetensors`. It can be restored by another process or machine into a
-program over the same weights.
+A snapshot is a folder: `state.json`, `kv.safetensors`, `adapters.safetensors`, of prompts given as
+embeddings `prompts.safetensors`, and of media `media.safetensors`; encoder outputs are made anew.
+It can be restored by another process or machine into a program over the same weights.
 """
 
 import json
@@ -24,16 +24,18 @@ from safetensors.torch import save_file
 from purestep.engine.adapters import read
 from purestep.engine.config import Config
 from purestep.engine.embeds import embeds_name
+from purestep.engine.media import check_media
 from purestep.engine.pool import Pool, allocate_pool, check_linears, claim, upload_adapter_
 from purestep.engine.program import Program
 from purestep.models.adapter_files import Adapter, Arena
 from purestep.state.canonical import from_plain, to_plain
+from purestep.state.encoder import empty_encoder
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
-from purestep.state.errors import AdapterError, SnapshotError
+from purestep.state.errors import AdapterError, RequestError, SnapshotError
 
 FORMAT = "purestep/snapshot/4"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
-PROMPTS = "prompts.safetensors"
+PROMPTS, MEDIA = "prompts.safetensors", "media.safetensors"
 
 
 def snapshot(state: EngineState, path: str | os.PathLike) -> None:
@@ -76,6 +78,14 @@ def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> Non
         folder / ADAPTERS,
     )
     save_file({name: state.blobs[name] for name in _prompts(host)}, folder / PROMPTS)
+    save_file(
+        {
+            f"{number}/{name}": tensor.clone(memory_format=torch.contiguous_format)
+            for number, digest in enumerate(_media(host))
+            for name, tensor in state.blobs[digest].items()
+        },
+        folder / MEDIA,
+    )
     meta = {
         "format": FORMAT,
         "versions": _versions(),
@@ -83,7 +93,7 @@ def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> Non
         "num_blocks": state.config.num_blocks,
         "blocks": blocks,
         "adapters": {version: _facts(adapter) for version, adapter in carried.items()},
-        "host": to_plain(host),
+        "host": to_plain(replace(host, encoder=empty_encoder())),
     }
     (folder / STATE).write_text(json.dumps(meta, sort_keys=True))
 
@@ -92,6 +102,12 @@ def _prompts(host: HostState) -> list[str]:
     """The digests of the prompts that were given as embeddings."""
     names = {record.request.prompt_embeds for record in host.requests.values()}
     return sorted(names - {None})
+
+
+def _media(host: HostState) -> list[str]:
+    """The digests of live requests' media."""
+    requests = (record.request for record in host.requests.values())
+    return sorted({feature.digest for request in requests for feature in request.features})
 
 
 def _sources(host: HostState, version: str) -> list[tuple[str, str]]:
@@ -115,11 +131,13 @@ def _identity(config: Config) -> dict[str, Any]:
     return {
         "weights": config.weights,
         "model": asdict(config.model),
+        "vision": None if config.vision is None else asdict(config.vision),
         "dtype": config.dtype,
         "block_size": config.block_size,
         "max_active_adapters": config.max_active_adapters,
         "lora_rows": config.lora_rows,
         "prefix_caching": config.prefix_caching,
+        "mrope_merge": config.mrope_merge,
     }
 
 
@@ -149,14 +167,15 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
         warnings.warn(
             f"snapshot made with {meta['versions']}, restored with {_versions()}", stacklevel=2
         )
-    host = from_plain(meta["host"])
     config = replace(program.config, num_blocks=meta["num_blocks"])
+    encoder = empty_encoder(config.encoder_cache_tokens, config.encoder_row_bytes)
+    host = replace(from_plain(meta["host"]), encoder=encoder)
     _check_requests(config, host)
     adapters = _read_adapters(folder, config, host, meta["adapters"])
     for version, adapter in adapters.items():
         names = sorted(n for n, v in host.adapters.names.items() if v == version)
         check_linears(config, adapter, f"adapter {names or version[:12]}")
-    prompts = _read_prompts(folder / PROMPTS, config, host)
+    prompts = _read_prompts(folder / PROMPTS, config, host) | _read_media(folder / MEDIA, host)
     pool = allocate_pool(config)
     _read_blocks_(folder, pool, meta["blocks"])
     for place in host.adapters.resident.values():
@@ -200,6 +219,10 @@ def _check_requests(config: Config, host: HostState) -> None:
                 f"request {record.key!r} needs the logits processor {name!r}, the program has "
                 f"{list(config.processors)}"
             )
+        try:
+            check_media(config, record.request)
+        except RequestError as error:
+            raise SnapshotError(f"the program cannot go on with {error}") from None
 
 
 def _read_prompts(file: Path, config: Config, host: HostState) -> dict[str, torch.Tensor]:
@@ -214,6 +237,18 @@ def _read_prompts(file: Path, config: Config, host: HostState) -> dict[str, torc
                 )
             prompts[name] = rows
     return prompts
+
+
+def _read_media(file: Path, host: HostState) -> dict[str, Map[str, torch.Tensor]]:
+    media: dict[str, Map[str, torch.Tensor]] = {}
+    with _opened(file) as tensors:
+        saved = set(tensors.keys())
+        for number, digest in enumerate(_media(host)):
+            mine = [key for key in saved if key.startswith(f"{number}/")]
+            if not mine:
+                raise SnapshotError(f"{file} is damaged: the media item {digest[:12]} is missing")
+            media[digest] = Map({k.split("/", 1)[1]: tensors.get_tensor(k) for k in mine})
+    return media
 
 
 def _read_adapters(

@@ -7,6 +7,7 @@ import numpy as np
 
 from purestep.engine.ahead import look_ahead
 from purestep.engine.commit import commit
+from purestep.engine.encoding import holds_of
 from purestep.engine.execute import execute, launch, wait
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.pool import advance_, owned, retract_
@@ -14,13 +15,14 @@ from purestep.engine.program import Program
 from purestep.engine.schedule import plan_ahead, schedule
 from purestep.state.adapters import evict, load_failed
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import dropped, let_go
 from purestep.state.engine import (
     EngineState,
     HostState,
     completed_record,
     drop_blobs,
     drop_copies,
-    let_go,
+    released,
     take_rows,
 )
 from purestep.state.errors import ConfigError
@@ -113,10 +115,11 @@ def idle_outputs(host: HostState) -> Outputs:
 def recover(state: EngineState) -> EngineState:
     """Make the state before a failed step usable again.
 
-    Drops just the cached blocks and adapters that the failed plan may have overwritten; running
-    requests that held such a block wait in front of the queue and are recomputed. So are the rows
-    of a plan in flight whose own results could not be had; one that did not fail stays in flight.
-    Without a failed step the state is returned as it is. Raises DonatedStateError for a spent one.
+    Drops just the cached blocks, adapters and encoder outputs that the failed plan may have
+    overwritten; running requests that held such a block wait in front of the queue and are
+    recomputed. So are the rows of a plan in flight whose own results could not be had; one that did
+    not fail stays in flight. Without a failed step the state is returned as it is. Raises
+    DonatedStateError for a spent one.
     """
     pool = owned(state.device)
     lost = bool(state.device.launched) and state.device.launched[0].failed
@@ -162,7 +165,10 @@ def without_flown(host: HostState) -> HostState:
         in_flight=(),
         departed=(),
     )
-    return _recomputed(host, hurt)
+    host = _recomputed(host, hurt)
+    encoder = dropped(host.encoder, [item.identifier for item in plan.encodes if item.keep])
+    leaving = tuple(dict.fromkeys((*plan.drops, *encoder.leaving)))
+    return replace(host, encoder=replace(encoder, leaving=leaving))
 
 
 def without_overwritten(host: HostState, lost: Overwrites) -> HostState:
@@ -179,17 +185,19 @@ def without_overwritten(host: HostState, lost: Overwrites) -> HostState:
     adapters = host.adapters
     for version in lost.adapters:
         adapters = evict(adapters, version)
-    return _recomputed(replace(host, blocks=draft.finish(), adapters=adapters), hurt)
+    host = _recomputed(replace(host, blocks=draft.finish(), adapters=adapters), hurt)
+    return replace(host, encoder=dropped(host.encoder, lost.outputs))
 
 
 def _recomputed(host: HostState, hurt: list[int]) -> HostState:
     """These rows in front of the queue, where they begin anew."""
     rows, draft = host.rows, BlockDraft(host.blocks)
-    departed = let_go(host, [rows.ids[r] for r in hurt], [rows.tables[r] for r in hurt], draft)
+    departed = released(host, [rows.ids[r] for r in hurt], [rows.tables[r] for r in hurt], draft)
     records = {
         rows.ids[row]: completed_record(rows, row, host.requests[rows.ids[row]]) for row in hurt
     }
     copies = drop_copies(host.copies, draft)
+    held = [pair for record in records.values() for pair in holds_of(record)]
     return replace(
         host,
         rows=take_rows(rows, [row for row in range(len(rows.ids)) if row not in hurt]),
@@ -198,4 +206,5 @@ def _recomputed(host: HostState, hurt: list[int]) -> HostState:
         copies=copies,
         blocks=draft.finish(),
         departed=departed,
+        encoder=let_go(host.encoder, held),
     )

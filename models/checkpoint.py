@@ -3,34 +3,33 @@
 O output width of a fused linear, D its input width.
 """
 
-import json
 import math
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
-from blake3 import blake3
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from purestep.models.config import FusedLinear, ModelConfig, fused_linears
 from purestep.models.decoder import Layer, Params
-from purestep.models.families import model_config_from_hf
+from purestep.models.families import model_config_from_hf, vision_config_from_hf
+from purestep.models.tensor_files import TOWER, read_json, read_tensors
+from purestep.models.vision import Vision
 from purestep.state.errors import CheckpointError
 
 EMBED, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
-FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def load_checkpoint(
     path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
 ) -> tuple[ModelConfig, Params, str]:
-    """Read a checkpoint folder: its geometry, its weights in `dtype`, its weight digest.
+    """Read a checkpoint folder's language model: geometry, weights in `dtype`, weight digest.
 
     One model.safetensors, or shards listed by model.safetensors.index.json; names with or without
-    the leading `model.`; with tied embeddings the head is the embedding tensor itself.
+    the leading `model.`, or as multimodal models have them, whose other tensors are left alone;
+    with tied embeddings the head is the embedding tensor itself.
 
     The digest is blake3 over the stored tensors the model uses, sorted by name: a domain tag, then
     each tensor's name, dtype, shape and bytes, framed by lengths. Sharding, the `dtype` asked for
@@ -39,29 +38,57 @@ def load_checkpoint(
     Raises CheckpointError naming the file, or the tensor with the shape wanted and found.
     """
     path = Path(path)
-    config = model_config_from_hf(_read_json(path / "config.json"))
-    digest = blake3(b"purestep weights v1\n", max_threads=blake3.AUTO)
-    tensors: dict[str, Tensor] = {}
-    for name, tensor in _read_tensors(path, config):
-        header = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.nbytes}".encode()
-        digest.update(len(header).to_bytes(8, "little") + header)
-        digest.update(tensor.flatten().view(torch.uint8).numpy())
-        # A copy: safetensors maps the file, and the file may be replaced while we run.
-        tensors[name] = tensor.to(device=device, dtype=dtype, copy=True)
+    given = read_json(path / "config.json")
+    config = model_config_from_hf(given)
+    wanted = tensor_shapes(config)
+    optional = {HEAD: wanted[EMBED]} if config.tie_embeddings else {}
+    has_tower = vision_config_from_hf(given) is not None
+    tensors, digest = read_tensors(
+        path,
+        wanted,
+        optional,
+        lambda name: has_tower and TOWER.fullmatch(name) is not None,
+        dtype=dtype,
+        device=device,
+    )
     if config.tie_embeddings and HEAD in tensors and not tensors[HEAD].equal(tensors[EMBED]):
         raise CheckpointError(
             f"{path}: tie_word_embeddings is set, but {HEAD} differs from {EMBED}; "
             "set it to false in config.json to use both"
         )
-    return config, _params(tensors, config), digest.hexdigest()
+    return config, _params(tensors, config), digest
+
+
+def load_vision(
+    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+) -> tuple[Vision, str] | None:
+    """Read a checkpoint folder's tower and projector, and their digest, made as that of
+    `load_checkpoint`; None where the model has none. Raises CheckpointError as that does."""
+    path = Path(path)
+    found = vision_config_from_hf(read_json(path / "config.json"))
+    if found is None:
+        return None
+    family, config = found
+    unread = re.compile(family.unread)
+    tensors, digest = read_tensors(
+        path,
+        family.shapes(config),
+        {},
+        lambda name: TOWER.fullmatch(name) is None or unread.fullmatch(name) is not None,
+        dtype=dtype,
+        device=device,
+    )
+    return Vision(family=family, config=config, params=family.load_params(config, tensors)), digest
 
 
 def stop_ids(path: str | Path) -> tuple[int, ...]:
-    """eos_token_id of generation_config.json, else of config.json; empty where neither has one."""
-    for name in ("generation_config.json", "config.json"):
-        file = Path(path) / name
-        found = _read_json(file).get("eos_token_id") if file.exists() else None
-        if found is not None:
+    """eos_token_id of generation_config.json, else of config.json, else of its text_config; empty
+    where none has one."""
+    files = [Path(path) / name for name in ("generation_config.json", "config.json")]
+    given = [read_json(file) for file in files if file.exists()]
+    given += [settings.get("text_config") or {} for settings in given]
+    for settings in given:
+        if (found := settings.get("eos_token_id")) is not None:
             return tuple(found) if isinstance(found, list) else (found,)
     return ()
 
@@ -79,7 +106,7 @@ def generation_defaults(path: str | Path) -> dict[str, Any]:
     file = Path(path) / "generation_config.json"
     if not file.exists():
         return {}
-    given = _read_json(file)
+    given = read_json(file)
     sampled = given.get("do_sample") or False
     if not isinstance(sampled, bool):
         raise CheckpointError(f"{file}: do_sample={sampled!r} must be true or false")
@@ -136,75 +163,6 @@ def _has_bias(config: ModelConfig, linear: str) -> bool:
     return {"qkv": config.qkv_bias, "out": config.out_bias}.get(linear, config.mlp_bias)
 
 
-def _read_tensors(path: Path, config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """The model's tensors by name, sorted; all names, shapes and dtypes are checked before."""
-    wanted = tensor_shapes(config)
-    optional = {HEAD: wanted[EMBED]} if config.tie_embeddings else {}
-    with ExitStack() as stack:
-        found: dict[str, tuple[Any, str]] = {}
-        for file in _weight_files(path):
-            try:
-                handle = stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(f"{file} cannot be read: {error}") from error
-            for stored in handle.keys():  # noqa: SIM118 (a safe_open handle is no dict)
-                name = stored.removeprefix("model.")
-                if name in found:
-                    raise CheckpointError(f"{file}: tensor {name} is stored twice")
-                if not name.endswith("rotary_emb.inv_freq"):  # written by old transformers
-                    found[name] = (handle, stored)
-        _check_names(path, wanted, optional, set(found))
-        shapes = wanted | optional
-        for name, (handle, stored) in found.items():
-            _check_tensor(path, stored, handle.get_slice(stored), shapes[name])
-        for name in sorted(found):
-            handle, stored = found[name]
-            yield name, handle.get_tensor(stored)
-
-
-def _weight_files(path: Path) -> list[Path]:
-    index = path / "model.safetensors.index.json"
-    if (single := path / "model.safetensors").exists():
-        return [single]
-    if index.exists():
-        weight_map = _read_json(index).get("weight_map")
-        if not isinstance(weight_map, dict) or not weight_map:
-            raise CheckpointError(f"{index} has no weight_map")
-        names = sorted(set(map(str, weight_map.values())))
-        if strays := [name for name in names if Path(name).name != name]:
-            raise CheckpointError(f"{index}: {strays[0]!r} is no file name in this folder")
-        return [path / name for name in names]
-    if others := sorted(file.name for file in path.glob("*.bin")):
-        raise CheckpointError(
-            f"{path} holds {', '.join(others)} but no safetensors file: convert it first "
-            "(from_pretrained and save_pretrained of transformers do)"
-        )
-    raise CheckpointError(f"{path} holds neither {single.name} nor {index.name}")
-
-
-def _check_names(
-    path: Path, wanted: dict[str, tuple[int, ...]], optional: dict[str, Any], found: set[str]
-) -> None:
-    if missing := [name for name in wanted if name not in found]:
-        shapes = ", ".join(f"{name} {wanted[name]}" for name in missing[:8])
-        raise CheckpointError(f"{path}: {len(missing)} tensors are missing: {shapes}")
-    if foreign := sorted(found - wanted.keys() - optional.keys()):
-        raise CheckpointError(
-            f"{path}: {len(foreign)} tensors are unexpected: {', '.join(foreign[:8])}"
-        )
-
-
-def _check_tensor(path: Path, name: str, stored: Any, shape: tuple[int, ...]) -> None:
-    if tuple(stored.get_shape()) != shape:
-        raise CheckpointError(
-            f"{path}: tensor {name} has shape {tuple(stored.get_shape())}, wanted {shape}"
-        )
-    if stored.get_dtype() not in FLOATS:
-        raise CheckpointError(
-            f"{path}: tensor {name} has dtype {stored.get_dtype()}, wanted one of {FLOATS}"
-        )
-
-
 def _params(tensors: dict[str, Tensor], config: ModelConfig) -> Params:
     """Consumes `tensors`, so that no child of a fused linear is held longer than needed."""
     layers = tuple(_layer(tensors, config, i) for i in range(config.num_layers))
@@ -246,13 +204,3 @@ def _layer(tensors: dict[str, Tensor], config: ModelConfig, i: int) -> Layer:
 
 def _stack(children: list[Tensor]) -> Tensor:
     return torch.cat(children) if len(children) > 1 else children[0]
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{file} cannot be read: {error}") from error
-    if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds {type(content).__name__}, wanted an object")
-    return content

@@ -25,6 +25,7 @@ class RopeConfig:
     short_factors: tuple[float, ...] = ()  # longrope, one for each pair of channels
     long_factors: tuple[float, ...] = ()
     long: bool = False  # which of the two: see rope.rope_for_context
+    sections: tuple[int, ...] = ()  # M-RoPE: pairs of channels that turn by time, height, width
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

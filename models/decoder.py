@@ -13,10 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
-from purestep.models.linear import product
 from purestep.models.rope import apply_rope, rope_table
 from purestep.ops.kv_write import kv_write_
+from purestep.ops.linear import linear as product
 from purestep.ops.lora_add import lora_add_
+from purestep.ops.merge_rows import merge_rows_
 from purestep.ops.paged_attention import paged_attention
 from purestep.state.batch import Batch, EmbedLora, LoraBatch
 from purestep.state.pytree import tree
@@ -104,8 +105,10 @@ def forward(
     layer_fn = layer_fn or decoder_layer
     h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
-        h_TD = h_TD.index_copy(0, *embeds)
-    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
+        merge_rows_(h_TD, *embeds)
+    cos_TC, sin_TC = rope_table(
+        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
+    )
     rows = adapters if adapters is not None else (None,) * len(params.layers)
     layers = zip(params.layers, rows, kv, config.windows, strict=True)
     for i, (layer, layer_rows, pages, window) in enumerate(layers):
@@ -155,7 +158,7 @@ def logits(
     head keeps its bits, and one with is not rounded twice (PEFT does, in 16 bits).
     """
     x_SD = hidden_TD.index_select(0, index_S)
-    y_SV = product(x_SD, params.head_VD, None).float()
+    y_SV = product(x_SD, params.head_VD).float()
     if head_rows is not None and head_lora is not None:
         add_deltas_(y_SV, x_SD, head_rows, head_lora, y_SV.shape[1:])
     return y_SV

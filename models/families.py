@@ -2,19 +2,30 @@
 
 import copy
 import math
+import re
+from dataclasses import replace
 from typing import Any
 
 from transformers import (
     LlamaConfig,
+    LlavaConfig,
+    LlavaNextConfig,
     MistralConfig,
     Phi3Config,
     PretrainedConfig,
+    Qwen2_5_VLConfig,
     Qwen2Config,
+    Qwen2VLConfig,
     Qwen3Config,
 )
 
 from purestep.models.config import ModelConfig, RopeConfig
+from purestep.models.llava import LLAVA
+from purestep.models.llava_next import LLAVA_NEXT
+from purestep.models.qwen2_5_vl import QWEN2_5_VL
+from purestep.models.qwen2_vl import QWEN2_VL
 from purestep.models.rope import ROPE_KINDS
+from purestep.models.vision import VisionFamily
 from purestep.state.errors import CheckpointError
 
 FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
@@ -25,9 +36,19 @@ FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
     "qwen3": ("Qwen3ForCausalLM", Qwen3Config),
 }
 
+MULTIMODAL: dict[str, tuple[str, type[PretrainedConfig], VisionFamily]] = {
+    "llava": ("LlavaForConditionalGeneration", LlavaConfig, LLAVA),
+    "llava_next": ("LlavaNextForConditionalGeneration", LlavaNextConfig, LLAVA_NEXT),
+    "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", Qwen2_5_VLConfig, QWEN2_5_VL),
+    "qwen2_vl": ("Qwen2VLForConditionalGeneration", Qwen2VLConfig, QWEN2_VL),
+}
+# Language models with M-RoPE, which only multimodal models have, and the family they are else.
+WITH_MROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+
 
 def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelConfig:
-    """The geometry of a model of one of FAMILIES, from config.json's content or a config object.
+    """The geometry of a model of one of FAMILIES, or of the language model in one of MULTIMODAL,
+    from config.json's content or a config object.
 
     transformers' own class reads the dictionary, so defaults and both spellings of the rotary
     settings (`rope_theta` with `rope_scaling`, `rope_parameters`) mean what they mean there.
@@ -39,17 +60,18 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
     Raises CheckpointError naming what is not supported: the architecture, a quantised checkpoint,
     the kinds of attention and of rope, the activation, or sizes that contradict each other.
     """
-    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
-    family = _family(given)
-    architecture, config_class = FAMILIES[family]
-    if given.get("quantization_config"):
-        raise CheckpointError(
-            "quantised checkpoints are not supported (quantization_config is set)"
-        )
-    try:
-        hf = config_class(**copy.deepcopy(given))
-    except Exception as error:  # the validators of transformers raise many kinds
-        raise CheckpointError(f"config.json of a {family} model is not valid: {error}") from error
+    family, hf = _read_config(hf_config)
+    tie_embeddings, has_mrope = bool(hf.tie_word_embeddings), False
+    if family in MULTIMODAL:
+        outer, hf = family, hf.get_text_config()
+        has_mrope = hf.model_type in WITH_MROPE
+        family = WITH_MROPE.get(hf.model_type, hf.model_type)
+        if family not in FAMILIES:
+            raise CheckpointError(
+                f"language model {family!r} in a {outer} model is not supported, only "
+                f"{', '.join(FAMILIES)}"
+            )
+    architecture, _ = FAMILIES[family]
     if hf.hidden_act not in ("silu", "swish"):
         raise CheckpointError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size",
@@ -74,8 +96,11 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
         vocab_size=hf.vocab_size,
         max_position=hf.max_position_embeddings,
         norm_eps=hf.rms_norm_eps,
-        rope=_rope_config(hf, family, head_dim),
-        tie_embeddings=bool(hf.tie_word_embeddings),
+        rope=replace(
+            _rope_config(hf, family, head_dim),
+            sections=_sections(hf, head_dim) if has_mrope else (),
+        ),
+        tie_embeddings=tie_embeddings,
         qkv_bias=family == "qwen2" or attention_bias,
         out_bias=attention_bias,
         mlp_bias=family == "llama" and hf.mlp_bias,
@@ -84,19 +109,48 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
     )
 
 
+def vision_config_from_hf(
+    hf_config: dict[str, Any] | PretrainedConfig,
+) -> tuple[VisionFamily, Any] | None:
+    """The functions of a model's tower, and its geometry; None for a model without one.
+
+    Raises CheckpointError naming what is not supported."""
+    family, hf = _read_config(hf_config)
+    if family not in MULTIMODAL:
+        return None
+    functions = MULTIMODAL[family][2]
+    return functions, functions.read_config(hf)
+
+
+def _read_config(hf_config: dict[str, Any] | PretrainedConfig) -> tuple[str, PretrainedConfig]:
+    """The family's name, and its settings as transformers reads them."""
+    given = hf_config if isinstance(hf_config, dict) else hf_config.to_dict()
+    family = _family(given)
+    if given.get("quantization_config"):
+        raise CheckpointError(
+            "quantised checkpoints are not supported (quantization_config is set)"
+        )
+    config_class = (MULTIMODAL | FAMILIES)[family][1]
+    try:
+        return family, config_class(**copy.deepcopy(given))
+    except Exception as error:  # the validators of transformers raise many kinds
+        raise CheckpointError(f"config.json of a {family} model is not valid: {error}") from error
+
+
 def _family(given: dict[str, Any]) -> str:
+    known = {family: facts[0] for family, facts in (FAMILIES | MULTIMODAL).items()}
     by_class = {
         name: family
-        for family, (causal, _) in FAMILIES.items()
-        for name in (causal, causal.replace("ForCausalLM", "Model"))
+        for family, causal in known.items()
+        for name in (causal, re.sub("For(CausalLM|ConditionalGeneration)", "Model", causal))
     }
     architectures = given.get("architectures") or []
-    known = by_class.get(architectures[0]) if architectures else given.get("model_type")
-    if known not in FAMILIES:
+    family = by_class.get(architectures[0]) if architectures else given.get("model_type")
+    if family not in known:
         found = architectures[0] if architectures else f"model_type {given.get('model_type')!r}"
-        supported = ", ".join(causal for causal, _ in FAMILIES.values())
+        supported = ", ".join(known.values())
         raise CheckpointError(f"architecture {found} is not supported, only {supported}")
-    return known
+    return family
 
 
 def _windows(hf: PretrainedConfig, family: str) -> tuple[int, ...]:
@@ -167,6 +221,18 @@ def _rope_config(hf: PretrainedConfig, family: str, head_dim: int) -> RopeConfig
         long_factors=_factors(rope, "long_factor", channels // 2),
         attention_factor=_number(rope, "attention_factor", attention),
     )
+
+
+def _sections(hf: PretrainedConfig, head_dim: int) -> tuple[int, ...]:
+    """How M-RoPE divides the pairs of channels; transformers' own default where it is not said."""
+    sections = (hf.rope_parameters or {}).get("mrope_section", [16, 24, 24])
+    whole = isinstance(sections, list | tuple) and all(isinstance(s, int) for s in sections)
+    if not whole or len(sections) != 3 or min(sections) < 0 or sum(sections) != head_dim // 2:
+        raise CheckpointError(
+            f"mrope_section {sections} must be three numbers of pairs of channels, together "
+            f"{head_dim // 2}, half of the head size"
+        )
+    return tuple(sections)
 
 
 def _yarn_attention(rope: dict[str, Any], factor: float) -> float:

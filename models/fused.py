@@ -1,8 +1,9 @@
-"""The dense decoder on a GPU: `decoder.forward` in as few kernels as there are dependencies.
+"""The dense decoder in our own kernels: `decoder.forward` in as few as there are dependencies.
 
 Between two products lies one kernel, which joins the addends of the first one (`lora_linear`) and
-does all the elementwise work. There is nothing left for a compiler to fuse, so none is needed, and
-none has to be waited for. T token rows, D hidden, V vocabulary, S sampled rows.
+does all the elementwise work. On a GPU they are Triton's, on a CPU C's (float32 alone). There is
+nothing left for a compiler to fuse, so none is needed, and none has to be waited for. T token rows,
+D hidden, V vocabulary, S sampled rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,6 +15,7 @@ from purestep.models.decoder import AdapterRows, EmbedRows, Layer, LayerAdapters
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm
 from purestep.ops.lora_linear import Deltas, head_linear, lora_linear
+from purestep.ops.merge_rows import merge_rows_
 from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
 from purestep.ops.silu_mul import silu_mul
@@ -36,8 +38,10 @@ def fused_forward(
     t is the one query of row t, and that a row without context is padding."""
     h_TD = embed(params, embed_rows, batch)
     if embeds is not None:
-        h_TD = h_TD.index_copy(0, *embeds)
-    cos_TC, sin_TC = rope_table(config.rope, config.head_dim, batch.position_T, h_TD.dtype)
+        merge_rows_(h_TD, *embeds)
+    cos_TC, sin_TC = rope_table(
+        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
+    )
     tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
     y = None
     for i, layer in enumerate(params.layers):

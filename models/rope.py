@@ -92,10 +92,23 @@ def _pair_of(rope: RopeConfig, turns: float, channels: int) -> float:
 
 
 def rope_table(
-    rope: RopeConfig, head_dim: int, position_T: Tensor, dtype: torch.dtype
+    rope: RopeConfig,
+    head_dim: int,
+    position_T: Tensor,
+    dtype: torch.dtype,
+    position_3T: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """cos_TC and sin_TC of every token, computed in float32, once for all layers."""
-    angle = position_T[:, None].float() * inv_freq(rope, head_dim, position_T.device)
+    """cos_TC and sin_TC of every token, computed in float32, once for all layers.
+
+    With `position_3T` (M-RoPE: Qwen2-VL, Wang et al. 2024) the first `rope.sections[0]` pairs of
+    channels turn by its first row, the next ones by the second, the last ones by the third. Where
+    the three are equal, the values are those of `position_T`, bit for bit.
+    """
+    position = position_T[:, None]
+    if position_3T is not None:
+        source = [i for i, pairs in enumerate(rope.sections) for _ in range(pairs)]
+        position = position_3T[torch.tensor(source, device=position_3T.device)].T
+    angle = position.float() * inv_freq(rope, head_dim, position_T.device)
     angle_TC = torch.cat((angle, angle), dim=-1)
     cos_TC, sin_TC = angle_TC.cos(), angle_TC.sin()
     return (cos_TC * rope.attention_factor).to(dtype), (sin_TC * rope.attention_factor).to(dtype)

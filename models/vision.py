@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 from torch import Tensor
+from transformers import PretrainedConfig
 
 Tensors = Mapping[str, Tensor]  # the processor's tensors of one item, without a batch dimension
+Shapes = dict[str, tuple[int, ...]]  # by the tensors' names in a checkpoint
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,12 +20,59 @@ class VisionFamily:
     """The functions of one family. `config` is the family's own frozen, hashable geometry, `params`
     its own tree of weights (tower and projector)."""
 
-    read_config: Callable[[Mapping[str, Any]], Any]  # config.json -> geometry; ConfigError
-    load_params: Callable[..., Any]  # (config, tensors by checkpoint name) -> params
+    read_config: Callable[[PretrainedConfig], Any]  # transformers' config -> geometry
+    shapes: Callable[[Any], Shapes]  # config -> the tensors that `load_params` takes
+    unread: str  # regular expression: tensors of a checkpoint's tower that nothing here reads
+    load_params: Callable[[Any, dict[str, Tensor]], Any]  # (config, tensors) -> params
     marker: Callable[[Any], int]  # config -> the id that stands for one item in a template's ids
-    # (config, tensors) -> (ids int32 [n], is_embed bool [n] or None): what replaces the marker
+    # (config, what AutoImageProcessor returns for one image as tensors) -> the item's tensors, on
+    # the host; RequestError where a processor option makes what the tower cannot take
+    item: Callable[[Any, Tensors], Tensors]
+    # (config, item) -> (ids int32 [n], is_embed bool [n] or None): what replaces the marker
     placeholder: Callable[[Any, Tensors], tuple[np.ndarray, np.ndarray | None]]
-    # (params, config, items) -> one [E, D] tensor an item, whatever shapes stand beside it
+    # (params, config, items) -> one [E, D] tensor an item, which owns its memory, on the device of
+    # the params; whatever shapes stand beside it
     encode: Callable[[Any, Any, Sequence[Tensors]], list[Tensor]]
     grid: Callable[[Any, Tensors], tuple[int, int, int] | None]  # for M-RoPE; None without it
-    largest: Callable[[Any, Mapping[str, Any]], Tensors]  # dummy item, (config, processor options)
+    merge: Callable[[Any], int]  # config -> patches a side of one row's place in it; 0 without it
+    # (config, the image processor's settings) -> the item with the most rows that they allow
+    largest: Callable[[Any, Mapping[str, Any]], Tensors]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Vision:
+    """A loaded tower. Immutable; threads may share it."""
+
+    family: VisionFamily
+    config: Any  # the family's geometry; Config.vision is the same value
+    params: Any
+
+
+def marker_ids(marker: int, count: int) -> np.ndarray:
+    """A placeholder that is the marker `count` times."""
+    return np.full(count, marker, np.int32)
+
+
+def in_stacks(
+    items: Sequence[Tensors], encode: Callable[[Sequence[Tensors]], Tensor]
+) -> list[Tensor]:
+    """The rows of each item, in order: `encode` (to [items, E, D]) runs once for equal shapes.
+
+    The rows are copies, so that keeping one item's does not keep its neighbours'.
+    """
+    groups: dict[Any, list[int]] = {}
+    for i, item in enumerate(items):
+        groups.setdefault(_shape(item), []).append(i)
+    rows: dict[int, Tensor] = {}
+    for members in groups.values():
+        stack = encode([items[i] for i in members])
+        rows |= {i: own.clone() for i, own in zip(members, stack, strict=True)}
+    return [rows[i] for i in range(len(items))]
+
+
+def _shape(item: Tensors) -> tuple[Any, ...]:
+    """Shapes of floats; values of integers, which say sizes."""
+    return tuple(
+        (name, tuple(x.shape) if x.is_floating_point() else tuple(x.flatten().tolist()))
+        for name, x in sorted(item.items())
+    )

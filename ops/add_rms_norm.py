@@ -6,6 +6,8 @@ T token rows, D hidden, n addends of a product.
 import torch
 from torch import Tensor
 
+from purestep.ops import native
+
 
 def add_rms_norm(
     h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
@@ -19,13 +21,16 @@ def add_rms_norm(
         from purestep.ops.kernels.elementwise import add_rms_norm as launch
 
         return launch(h_TD, y, weight_D, eps)
+    addends = () if y is None else (y,)
+    if native.takes(h_TD, weight_D, *addends) and all(y.shape == h_TD.shape for y in addends):
+        return native.add_rms_norm(h_TD, y, weight_D, eps)
     return add_rms_norm_ref(h_TD, y, weight_D, eps)
 
 
 def add_rms_norm_ref(
     h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
 ) -> tuple[Tensor, Tensor]:
-    """The specification, in plain torch; also what runs without a GPU."""
+    """The specification, in plain torch; also what runs without a GPU or a compiler."""
     if y is not None:
         h_TD = h_TD + joined(y, h_TD.dtype)
     x_TD = h_TD.float() if h_TD.dtype != torch.float64 else h_TD

@@ -12,6 +12,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from purestep.ops import native
+from purestep.ops.linear import linear_on_cpu
+
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
 TILE = 64  # tokens of one adapter
 SKINNY = 64  # most tokens for which the product is memory's alone
@@ -48,6 +51,8 @@ def lora_linear(
     """
     if x_TD.is_cuda:
         return _launch(x_TD, w_OD, bias_O, deltas, out_sizes)
+    if native.takes(x_TD, w_OD):
+        return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes)
     return lora_linear_ref(x_TD, w_OD, bias_O, deltas, out_sizes)
 
 
@@ -68,6 +73,19 @@ def _launch(
     return y_TO
 
 
+def _on_cpu(
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: Deltas | None,
+    out_sizes: Sequence[int],
+) -> Tensor:
+    y_TO = linear_on_cpu(x_TD, w_OD, bias_O)
+    if deltas is not None:
+        native.add_deltas_(y_TO, x_TD, *deltas, out_sizes)
+    return y_TO
+
+
 def is_skinny(x_TD: Tensor) -> bool:
     """Whether our own product is the faster one: few tokens, 16 bits."""
     return x_TD.shape[0] <= SKINNY and x_TD.dtype != torch.float32
@@ -80,7 +98,7 @@ def lora_linear_ref(
     deltas: Deltas | None,
     out_sizes: Sequence[int],
 ) -> Tensor:
-    """The specification, in plain torch; also what runs without a GPU."""
+    """The specification, in plain torch; also what runs without a GPU or a compiler."""
     y_TO = F.linear(x_TD, w_OD, bias_O)
     if deltas is None:
         return y_TO

@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purestep.ops import kernels
+from purestep.ops import kernels, native
 
 MAX_COPY_BYTES = 4 << 20  # of keys and values that are copied at a time: they stay in a cache
 
-# Window, whether addresses are aligned, whether lone queries go together, the sizes of a block,
-# the device.
-Options = tuple[int, bool, bool, tuple[int, ...], torch.device]
+# Window, whether addresses are aligned, how lone queries go ("alone", "together", or not at all:
+# "elsewhere"), the sizes of a block, the device.
+Options = tuple[int, bool, str, tuple[int, ...], torch.device]
 
 
 def paged_attention(
@@ -62,20 +62,58 @@ def paged_attention_ref(
     scale: float,
     window: int = 0,
 ) -> Tensor:
-    """The specification, in plain torch; also what runs without a GPU.
+    """The specification, in plain torch; also what runs without a GPU or a compiler.
 
     Rows with one query go together where their contexts round up to one length, the others one by
     one: a decode step of 16 rows took 65 of its 345 ms in 480 calls for single rows.
     """
-    check_paged_attention(q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window)
+    tables = query_start_R1, context_len_R, block_table_RM
+    check_paged_attention(q_TNH, kv, *tables, scale, window)
     o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
+    lone = "together" if q_TNH.dtype == torch.float32 else "alone"
+    _attend_(o_TNH, q_TNH, kv, tables, scale, window, lone)
+    return o_TNH
+
+
+def _on_cpu(
+    q_TNH: Tensor,
+    kv: Tensor,
+    query_start_R1: Tensor,
+    context_len_R: Tensor,
+    block_table_RM: Tensor,
+    scale: float,
+    window: int = 0,
+) -> Tensor:
+    """The reference, with our own code for rows that have one query."""
+    tables = query_start_R1, context_len_R, block_table_RM
+    heads = (q_TNH.stride(2), q_TNH.stride(1)) == (1, q_TNH.shape[2])
+    if not (native.takes(kv) and q_TNH.dtype == torch.float32 and heads):
+        return paged_attention_ref(q_TNH, kv, *tables, scale, window)
+    check_paged_attention(q_TNH, kv, *tables, scale, window)
+    o_TNH = torch.empty(q_TNH.shape)
+    tables32 = (table.int().contiguous() for table in tables)
+    done = native.attend_(o_TNH, q_TNH, kv, *tables32, scale, window)
+    if done < len(q_TNH):
+        _attend_(o_TNH, q_TNH, kv, tables, scale, window, "elsewhere")
+    return o_TNH
+
+
+def _attend_(
+    o_TNH: Tensor,
+    q_TNH: Tensor,
+    kv: Tensor,
+    tables: tuple[Tensor, Tensor, Tensor],
+    scale: float,
+    window: int,
+    lone: str,
+) -> None:
+    """Every row, or those that `lone` leaves; padding gets zeros."""
     q_NTH, whole = q_TNH.transpose(0, 1), _places(kv)
     # CPU kernels were seen to give other last bits at addresses that are not a multiple of 16.
     # Head sizes in use never make such; the others are copied, so that no row's place matters.
     aligned = not (kv[0, 0].nbytes % 64 or q_TNH.stride(0) * q_TNH.element_size() % 64)
-    together = q_TNH.dtype == torch.float32
-    options = window, aligned, together, tuple(kv.shape[2:]), kv.device
-    layout = _remembered_layout(query_start_R1, context_len_R, block_table_RM, options)
+    options = window, aligned, lone, tuple(kv.shape[2:]), kv.device
+    layout = _remembered_layout(*tables, options)
     for row in layout.others:
         k_KcH, v_KcH = _visible(kv, whole if aligned else None, row.blocks, row.begin, row.length)
         q_NnH = q_NTH[:, row.start : row.end] if aligned else q_NTH[:, row.start : row.end].clone()
@@ -85,7 +123,6 @@ def paged_attention_ref(
         _attend_singles_(o_TNH, q_TNH, kv, rows, scale)
     if layout.num_tokens < len(o_TNH):
         o_TNH[layout.num_tokens :] = 0
-    return o_TNH
 
 
 class Other(NamedTuple):
@@ -136,15 +173,14 @@ def _remembered_layout(
 def _layout(
     start_R1: np.ndarray, context_R: np.ndarray, table_RM: np.ndarray, options: Options
 ) -> Layout:
-    window, aligned, together, (size, K, H), device = options
+    window, aligned, lone, (size, K, H), device = options
     count_R, others = np.diff(start_R1), []
-    together_R = (count_R == 1) & together
-    for r in np.flatnonzero((count_R > 0) & ~together_R).tolist():
+    for r in np.flatnonzero(count_R > (0 if lone == "alone" else 1)).tolist():
         start, end, context = int(start_R1[r]), int(start_R1[r + 1]), int(context_R[r])
         first = max(0, context - (end - start) + 1 - window) if window else 0
         blocks = table_RM[r, first // size : -(-context // size)].tolist()
         others.append(Other(start, end, blocks, first % size, context - first))
-    singles = np.flatnonzero(together_R)
+    singles = np.flatnonzero((count_R == 1) & (lone == "together"))
     tables = table_RM[singles], start_R1[singles], context_R[singles]
     # Where addresses matter each row goes alone.
     most = MAX_COPY_BYTES // (8 * size * K * H) if aligned else 0  # blocks: 4 bytes, k and v
@@ -303,7 +339,7 @@ torch.library.define(
     "(Tensor q_TNH, Tensor kv, Tensor query_start_R1, Tensor context_len_R,"
     " Tensor block_table_RM, float scale, int window=0) -> Tensor",
 )
-torch.library.impl("purestep::paged_attention", "cpu", paged_attention_ref)
+torch.library.impl("purestep::paged_attention", "cpu", _on_cpu)
 torch.library.impl("purestep::paged_attention", "cuda", _on_cuda)
 # The fake reads no size but q's, so that a compiled graph fits every number of rows and blocks.
 torch.library.register_fake(

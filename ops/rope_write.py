@@ -6,6 +6,7 @@ T tokens, N query heads, K key/value heads, H head size, C channels of a head th
 import torch
 from torch import Tensor
 
+from purestep.ops import native
 from purestep.ops.add_rms_norm import joined
 from purestep.ops.kv_write import kv_write_
 
@@ -29,6 +30,9 @@ def rope_write_(
         from purestep.ops.kernels.elementwise import rope_write_ as launch
 
         return launch(kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps)
+    norms = () if norm_NH is None else (norm_NH,)
+    if y.dim() == 2 and native.takes(kv, y, cos_TC, sin_TC, *norms):
+        return native.rope_write_(kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps)
     return rope_write_ref_(kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps)
 
 
@@ -41,7 +45,7 @@ def rope_write_ref_(
     kv_index_T: Tensor,
     eps: float,
 ) -> Tensor:
-    """The specification, in plain torch; also what runs without a GPU."""
+    """The specification, in plain torch; also what runs without a GPU or a compiler."""
     K, H, C = kv.shape[3], kv.shape[4], cos_TC.shape[1]
     qkv_TMH = joined(y, kv.dtype).unflatten(-1, (-1, H))
     qk_TNH, v_TKH = qkv_TMH[:, :-K], qkv_TMH[:, -K:]

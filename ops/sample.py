@@ -8,7 +8,7 @@ vocabulary.
 import torch
 from torch import Tensor
 
-from purestep.ops import kernels
+from purestep.ops import kernels, native
 from purestep.state.sampling import GREEDY_BELOW
 
 _MASK = 0xFFFFFFFF
@@ -114,6 +114,8 @@ def draw(
 def greedy(logits_SV: Tensor) -> Tensor:
     """int32 [2, S]: `draw` at temperature 0, and the bits of its `score`. Does not wait."""
     if not (logits_SV.is_cuda and kernels.usable()):
+        if native.takes(logits_SV):
+            return with_bits(*native.greedy(logits_SV))
         token_S = logits_SV.argmax(-1)
         return with_bits(token_S, score(logits_SV, token_S))
     from purestep.ops.kernels.greedy import launch

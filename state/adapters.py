@@ -47,10 +47,11 @@ class Residence:
 
 @tree
 class Reservation:
-    """The next place that `victims` leave is for `version`, whose requests waited too long."""
+    """The place that `victims` leave is for `version`, whose requests waited too long; with as many
+    free rows as it needs beside theirs."""
 
     version: str
-    victims: tuple[str, ...]  # resident; they get no new rows until it is in
+    victims: tuple[str, ...]  # resident, with running rows or without; they get no new ones
 
 
 @tree
@@ -336,34 +337,59 @@ def activate(ledger: AdapterLedger, version: str, victims: Iterable[str]) -> Ada
 
 
 def renew_reservations(ledger: AdapterLedger) -> AdapterLedger:
-    """Drop the reservations of versions that are in by now or that nobody waits for any more."""
-    wanted = [
-        r.version in ledger.users and r.version not in ledger.resident for r in ledger.reservations
-    ]
-    kept = tuple(r for r, yes in zip(ledger.reservations, wanted, strict=True) if yes)
+    """Drop the reservations of versions that are in by now or that nobody waits for any more, and
+    those that cannot be kept behind the ones before them, as a pin or a load came in the way."""
+    kept: tuple[Reservation, ...] = ()
+    for promise in ledger.reservations:
+        wanted = promise.version in ledger.users and promise.version not in ledger.resident
+        if wanted and keeping(ledger, (*kept, promise)) is not None:
+            kept = (*kept, promise)
     return ledger if len(kept) == len(ledger.reservations) else replace(ledger, reservations=kept)
 
 
+def keeping(ledger: AdapterLedger, promises: Iterable[Reservation]) -> AdapterLedger | None:
+    """The ledger once these promises are kept, one after the other; None where they cannot be."""
+    for promise in promises:
+        victims = promised_victims(ledger, promise)
+        if victims is None:
+            return None
+        ledger = activate(ledger, promise.version, victims)
+    return ledger
+
+
+def promised_victims(ledger: AdapterLedger, promise: Reservation) -> tuple[str, ...] | None:
+    """Whom to evict to keep a promise: all who were named. None where that is not enough (any
+    more), or a pin forbids it."""
+    victims = tuple(v for v in promise.victims if v in ledger.resident)
+    if not pinned_versions(ledger).isdisjoint(victims):
+        return None
+    bare = ledger
+    for victim in victims:
+        bare = evict(bare, victim)
+    return None if victims_for(bare, promise.version, bare.resident) is None else victims
+
+
 def reserve(ledger: AdapterLedger, version: str, rows: Mapping[str, int]) -> AdapterLedger:
-    """Promise `version` the place of resident adapters: of those with the fewest running rows, and
-    among equals of the least recently used.
+    """Promise `version` the place of resident adapters, behind the promises there are: of those
+    without running rows, then of those with the fewest, and among equals of the least recently
+    used.
 
     `rows` are the running rows of each version. Without any change where no choice of adapters that
     are neither pinned nor promised already would make room.
     """
-    promised = {v for r in ledger.reservations for v in r.victims}
-    busy = [v for v in ledger.device_order if v in rows and v not in promised]
-    spared = {*rows, *promised}
-    victims = []
-    for candidate in sorted(busy, key=lambda v: rows[v]):  # stable: LRU among equals
-        if victims_for(ledger, version, spared) is not None:
-            break
-        if candidate not in pinned_versions(ledger):
-            victims.append(candidate)
-            spared.discard(candidate)
-    if victims_for(ledger, version, spared) is None:
+    later = keeping(ledger, ledger.reservations)
+    if later is None:
         return ledger
-    promise = Reservation(version=version, victims=tuple(victims))
+    busy = [v for v in later.device_order if v in rows]
+    spared = {*rows, *(promise.version for promise in ledger.reservations)}
+    for candidate in sorted(busy, key=lambda v: rows[v]):  # stable: LRU among equals
+        if victims_for(later, version, spared) is not None:
+            break
+        spared.discard(candidate)
+    victims = victims_for(later, version, spared)
+    if victims is None:
+        return ledger
+    promise = Reservation(version=version, victims=victims)
     return replace(ledger, reservations=(*ledger.reservations, promise))
 
 

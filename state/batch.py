@@ -20,7 +20,7 @@ class LoraBatch:
 
 @tree
 class LoraTiles:
-    """The same for a GPU's kernels: sizes depend on T and the pool alone, ranks are data.
+    """The same for the fused decoder: sizes depend on T and the pool alone, ranks are data.
 
     P adapter rows of the pool in C chunks of 16, X tiles of up to 64 token rows of one slot.
     """
@@ -50,7 +50,7 @@ class Batch:
     """One forward pass. Row r owns the tokens `query_start_R1[r]` to `query_start_R1[r+1]`."""
 
     token_T: Tensor  # int64, vocabulary ids
-    position_T: Tensor  # int64
+    position_T: Tensor  # int64, what the rotation takes: with M-RoPE, index + delta
     kv_index_T: Tensor  # int64, place in the pages: block * block_size + offset
     query_start_R1: Tensor  # int32
     context_len_R: Tensor  # int32, tokens visible to the row's last query, itself included
@@ -59,3 +59,5 @@ class Batch:
     lora: LoraBatch | LoraTiles | None
     embed_lora: EmbedLora | None = None  # None where no row's adapter has an embedding
     head_lora: LoraBatch | None = None  # of the rows `logits_index_S`, not of the token rows
+    position_3T: Tensor | None = None  # int64, M-RoPE's time, height and width, in the place of
+    # `position_T`; None where they are equal on every row, as they are for text

@@ -15,14 +15,17 @@ from immutables import Map
 
 from purestep.state.adapters import AdapterInfo, AdapterLedger, Reservation, Residence
 from purestep.state.blocks import BlockLedger
-from purestep.state.encoder import EncoderLedger
+from purestep.state.encoder import EncoderLedger, EncoderOutput
 from purestep.state.engine import HostState, Rows
 from purestep.state.errors import SnapshotError
 from purestep.state.hashing import framed
+from purestep.state.media import Feature
 from purestep.state.plan import (
     BatchDescriptor,
     EmbeddedSpan,
+    EncodedItem,
     HiddenRow,
+    MergedSpan,
     Outputs,
     Overwrites,
     SamplingRows,
@@ -48,10 +51,14 @@ TREES = {
         BlockLedger,
         Completion,
         EmbeddedSpan,
+        EncodedItem,
         EncoderLedger,
+        EncoderOutput,
+        Feature,
         HiddenRow,
         HostState,
         LogitEdits,
+        MergedSpan,
         Outputs,
         Overwrites,
         Request,

@@ -12,8 +12,9 @@ from immutables import Map
 
 from purestep.state.adapters import AdapterLedger, check_adapters, empty_adapters
 from purestep.state.blocks import BlockDraft, BlockLedger, check_blocks, empty_blocks
-from purestep.state.encoder import EncoderLedger
+from purestep.state.encoder import EncoderLedger, check_encoder, empty_encoder
 from purestep.state.errors import StepError, UnknownRequestError
+from purestep.state.media import last_embed_end
 from purestep.state.plan import StepPlan
 from purestep.state.pytree import evolve, static, tree
 from purestep.state.request import Completion, RequestState, frozen
@@ -46,6 +47,8 @@ class Rows:
     num_scored_R: np.ndarray  # int32, prompt scores it had as it became a row; -1 = none asked for
     num_hidden_R: np.ndarray  # int32, likewise, hidden states
     embedded_R: np.ndarray  # bool, embeddings stand in its prompt
+    media_end_R: np.ndarray  # int32, behind the last token that an encoder output fills; 0 = none
+    delta_R: np.ndarray  # int32, what is added to a place behind the prompt to give its position
     tail_RB: np.ndarray  # int32, token of position p at p % B, for the newest B positions
     tail_logprob_RB: np.ndarray  # float32, likewise, of tokens drawn since the row was admitted
     tail_tops: tuple[tuple[Scores, ...], ...]  # behind the record's, one for each such token
@@ -98,7 +101,7 @@ class EngineState:
     config: Any = static()
     host: HostState
     device: DeviceState
-    blobs: Map[str, Any]  # adapter version -> host tensors
+    blobs: Map[str, Any]  # digest -> host tensors: of adapter versions, prompts, media
 
 
 _COLUMNS = {
@@ -120,6 +123,8 @@ _COLUMNS = {
     "num_scored_R": np.int32,
     "num_hidden_R": np.int32,
     "embedded_R": np.bool_,
+    "media_end_R": np.int32,
+    "delta_R": np.int32,
 }
 
 
@@ -130,6 +135,8 @@ def empty_host(
     num_slots: int,
     num_row_blocks: int,
     max_registered: int,
+    encoder_cache_tokens: int = 0,
+    encoder_row_bytes: int = 0,
 ) -> HostState:
     """The state before the first request."""
     rows = Rows(
@@ -151,7 +158,7 @@ def empty_host(
         rows=rows,
         blocks=empty_blocks(num_blocks),
         adapters=empty_adapters(num_slots, num_row_blocks, max_registered),
-        encoder=EncoderLedger(),
+        encoder=empty_encoder(encoder_cache_tokens, encoder_row_bytes),
         copies=(),
         ended=(),
         in_flight=(),
@@ -174,12 +181,12 @@ def drop_copies(
 
 def drop_blobs(state: EngineState) -> EngineState:
     """The state without tensors that nothing names: of adapter versions that are no longer
-    registered, and of prompts whose requests have ended."""
+    registered, and of prompts and media whose requests have all ended."""
     registered = state.host.adapters.registered
     unknown = [name for name in state.blobs if name not in registered]
     if not unknown:
         return state
-    prompts = {record.request.prompt_embeds for record in state.host.requests.values()}
+    prompts = set(named_blobs(state.host))
     gone = [name for name in unknown if name not in prompts]
     if not gone:
         return state
@@ -187,6 +194,13 @@ def drop_blobs(state: EngineState) -> EngineState:
         for name in gone:
             del blobs[name]
         return replace(state, blobs=blobs.finish())
+
+
+def named_blobs(host: HostState) -> set[str]:
+    """The digests of what live requests brought beside ids: embeddings, media."""
+    requests = [record.request for record in host.requests.values()]
+    media = {feature.digest for request in requests for feature in request.features}
+    return {r.prompt_embeds for r in requests if r.prompt_embeds is not None} | media
 
 
 def all_tokens(record: RequestState) -> np.ndarray:
@@ -248,6 +262,8 @@ def make_row(
         "num_scored_R": record.num_scored if record.scores_prompt else -1,
         "num_hidden_R": record.num_hidden if record.request.hidden_layers else -1,
         "embedded_R": record.request.prompt_embeds is not None,
+        "media_end_R": last_embed_end(record.request.features),
+        "delta_R": record.position_delta,
     }
     tail = np.zeros((1, block_size), np.int32)
     places = np.arange(max(0, len(tokens) - block_size), len(tokens))
@@ -348,7 +364,7 @@ def num_coming(host: HostState) -> np.ndarray:
     return coming_R
 
 
-def let_go(
+def released(
     host: HostState, keys: Sequence[str], tables: Sequence[np.ndarray], draft: BlockDraft
 ) -> tuple[tuple[int, str, np.ndarray], ...]:
     """Free the blocks of rows that leave, now or with the newest plan in flight that has the row,
@@ -414,6 +430,14 @@ def check_host(host: HostState, block_size: int) -> None:
     check_rows(host, block_size)
     check_blocks(host.blocks, block_holders(host))
     check_adapters(host.adapters)
+    check_encoder(host.encoder, encoder_items(host))
+
+
+def encoder_items(host: HostState) -> set[tuple[str, int]]:
+    """The items whose encoder outputs may be referred to: those of running rows, as (key, number of
+    the feature)."""
+    counts = {key: len(host.requests[key].request.features) for key in host.rows.ids}
+    return {(key, i) for key, count in counts.items() for i in range(count)}
 
 
 def check_rows(host: HostState, block_size: int) -> None:

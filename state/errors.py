@@ -65,3 +65,15 @@ class StepError(PurestepError, RuntimeError):
 
 class InFlightError(StepError):
     """The next step cannot be planned before the one in flight is committed."""
+
+
+class BatchFileError(PurestepError, ValueError):
+    """A batch run cannot start or go on: its files contradict each other or an option."""
+
+
+class BatchLineError(PurestepError, ValueError):
+    """One line of a batch file cannot be run. `code` and `status` go into its error record."""
+
+    def __init__(self, code: str, message: str, status: int = 400) -> None:
+        super().__init__(message)
+        self.code, self.status = code, status

@@ -67,6 +67,29 @@ class EmbeddedSpan:
 
 
 @tree
+class EncodedItem:
+    """A media item that an encoder turns into embeddings."""
+
+    identifier: str
+    blob: str  # digest of its processed tensors
+    modality: str
+    version: str | None  # of the adapter on the encoder; None = base
+    num_embeds: int
+    keep: bool  # behind this step, or for it alone
+
+
+@tree
+class MergedSpan:
+    """Tokens of the plan that enter as rows of one item's encoder output."""
+
+    identifier: str
+    blob: str
+    modality: str
+    first_row: int
+    index_E: np.ndarray  # int32, places among the plan's tokens
+
+
+@tree
 class HiddenRow:
     """A row whose hidden states are returned, from its token `first` of this step onwards."""
 
@@ -81,15 +104,17 @@ class Overwrites:
 
     blocks: tuple[int, ...] = ()  # cached or held in the input state
     adapters: tuple[str, ...] = ()  # versions whose rows are taken over
+    outputs: tuple[str, ...] = ()  # encoder outputs that are dropped
 
     @property
     def empty(self) -> bool:
-        return not (self.blocks or self.adapters)
+        return not (self.blocks or self.adapters or self.outputs)
 
 
 @tree
 class StepPlan:
-    """Everything the device will do, in this order: uploads, block copies, one forward pass."""
+    """Everything the device will do, in this order: encoder outputs dropped, items encoded,
+    adapters uploaded, blocks copied, one forward pass."""
 
     step: int
     descriptor: BatchDescriptor
@@ -109,6 +134,10 @@ class StepPlan:
     scored: tuple[ScoredRow, ...]
     hidden: tuple[HiddenRow, ...]
     embedded: tuple[EmbeddedSpan, ...]
+    drops: tuple[str, ...]  # identifiers of encoder outputs
+    encodes: tuple[EncodedItem, ...]  # each output once
+    merges: tuple[MergedSpan, ...]
+    position_3T: np.ndarray | None  # int32, where they are not places in the sequence (M-RoPE)
     ended: tuple[Completion, ...]  # requests that end without another token
     loads: tuple[tuple[str, str], ...]  # (adapter name, source) for the loader to read
     num_hit_tokens: int = 0

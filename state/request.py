@@ -9,6 +9,7 @@ import numpy as np
 from immutables import Map
 
 from purestep.state.errors import RequestError, SamplingError
+from purestep.state.media import Feature, checked_features, embed_runs
 from purestep.state.pytree import tree
 from purestep.state.sampling import (
     LARGEST_INT,
@@ -32,6 +33,9 @@ class Request:
     next row, and an empty `tokens` takes all of them. The rows enter the model as they are, with no
     embedding adapter's delta.
 
+    `features` are its media: `tokens` hold a placeholder for each, whose ids are never looked up
+    where an embedding takes their place, so that there they need not be in the vocabulary.
+
     `hidden_layers` asks for hidden states at every position, numbered as transformers numbers its
     `output_hidden_states`: 0 is the embeddings, i the output of layer i, the last one normed;
     negative numbers count from the end. With `n` > 1 each sample returns them, so each computes
@@ -46,6 +50,7 @@ class Request:
     priority: int = 0
     hidden_layers: tuple[int, ...] = ()
     prompt_embeds: Any = None  # a tensor or array; the digest of its blob once submitted
+    features: tuple[Feature, ...] = ()  # by offset once submitted, their tensors in blobs
 
 
 def for_adapters(request: Request, adapters: Sequence[str | None]) -> list[Request]:
@@ -167,6 +172,8 @@ class RequestState:
     num_branches: int
     root: bytes  # what stands before the first block in the digest chain
     block_extras: tuple[bytes, ...]  # what a prompt block holds beside ids; () if no block does
+    position_3P: np.ndarray | None  # int32, of the prompt, where media are placed by their grids
+    position_delta: int  # what is added to a place behind the prompt to give its position
     prompt_digests: tuple[bytes, ...]  # of the prompt's full blocks
     generated_digests: tuple[bytes, ...]  # of the full blocks after those
     generated: np.ndarray  # int32
@@ -261,13 +268,15 @@ def checked_request(
             f"{who}: max_tokens=0 generates nothing, so it needs prompt_logprobs or hidden_layers"
         )
     generates = sampling.max_tokens > 0
-    tokens = checked_tokens(request, vocab_size, max_context, generates)
+    features = checked_features(request.features, num_given(request.tokens) or 0, who)
+    tokens = checked_tokens(request, vocab_size, max_context, generates, features)
     return replace(
         request,
         tokens=tokens,
         sampling=sampling,
         priority=int(request.priority),
         hidden_layers=layers,
+        features=features,
     )
 
 
@@ -283,14 +292,19 @@ def checked_layers(layers: Any, num_layers: int, who: str) -> tuple[int, ...]:
 
 
 def checked_tokens(
-    request: Request, vocab_size: int, max_context: int, generates: bool = True
+    request: Request,
+    vocab_size: int,
+    max_context: int,
+    generates: bool = True,
+    features: Sequence[Feature] = (),
 ) -> np.ndarray:
-    """The prompt as a read-only int32 array; -1 where an embedding stands.
+    """The prompt as a read-only int32 array; -1 where an embedding stands, and where `features`
+    fill a place whose id is not in the vocabulary.
 
     Raises RequestError for an empty prompt, ids outside the vocabulary, or a prompt that leaves no
     room in the context for one generated token, if it `generates` any.
     """
-    who = f"request {request.id!r}"
+    who, unknown = f"request {request.id!r}", []
     try:
         wide = np.asarray(request.tokens)
     except ValueError:  # a ragged list
@@ -302,6 +316,19 @@ def checked_tokens(
         )
     if wide.size == 0:
         raise RequestError(f"{who}: the prompt is empty; at least 1 token is needed")
+    for first, last in (run for feature in features for run in embed_runs(feature)):
+        ids = wide[first : last + 1]
+        known = (ids >= 0) & (ids < vocab_size)
+        if not known.all() and request.prompt_embeds is not None:
+            place = first + int(np.flatnonzero(~known)[0])
+            raise RequestError(
+                f"{who}: a media item fills position {place}, whose id is {wide[place]}: beside "
+                "prompt_embeds ids there must be in the vocabulary"
+            )
+        if not known.all():
+            wide = wide.copy()
+            wide[first : last + 1] = np.where(known, ids, 0)
+            unknown.extend((first + np.flatnonzero(~known)).tolist())
     least = 0 if request.prompt_embeds is None else -1
     bad = np.flatnonzero((wide < least) | (wide >= vocab_size))
     if bad.size:
@@ -311,4 +338,7 @@ def checked_tokens(
     if wide.size + generates > max_context:
         more = " and one generated token exceed" if generates else " exceeds"
         raise RequestError(f"{who}: a prompt of {wide.size} tokens{more} max_context={max_context}")
-    return frozen(wide)
+    tokens = np.array(wide, dtype=np.int32)
+    tokens[unknown] = -1
+    tokens.setflags(write=False)
+    return tokens

@@ -24,7 +24,7 @@ BUCKETS = (1, 2, 4, 8)
 
 def pair(**options) -> tuple[Program, Program]:
     plain = tiny_program(row_buckets=BUCKETS, **options)
-    return plain, replace(plain, fused=True)
+    return plain, replace(plain, fused=True, graphs=True)
 
 
 def wishes(count: int) -> list:

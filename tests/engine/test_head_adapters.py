@@ -30,9 +30,9 @@ from purestep.engine import (
     step,
 )
 from purestep.engine.adapters import read
-from purestep.engine.memory import memory_summary
+from purestep.engine.memory import memory_summary, pool_bytes, vocab_rows_bytes
 from purestep.engine.pack import pack, pack_lora
-from purestep.engine.pool import pool_bytes, row_index, vocab_rows_bytes
+from purestep.engine.pool import row_index
 from purestep.engine.schedule import schedule
 from purestep.models.decoder import AdapterRows, EmbedRows, embed, logits
 from purestep.state.adapters import Residence

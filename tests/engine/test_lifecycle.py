@@ -139,7 +139,7 @@ def test_a_failed_step_leaves_its_input_usable(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):
-        step(replace(program, layer=failing), state)
+        step(replace(program, layer=failing, fused=False), state)
     assert tokens_of(run(program, state)[1]) == want
 
 
@@ -159,7 +159,7 @@ def test_recover_drops_what_a_failed_step_overwrote() -> None:
         return program.layer(*args)
 
     with pytest.raises(RuntimeError, match="injected"):
-        step(replace(program, layer=failing), state)
+        step(replace(program, layer=failing, fused=False), state)
     with pytest.raises(TornStateError, match="recover"):
         step(program, state)
     healed = recover(state)
@@ -190,7 +190,7 @@ def test_recover_recomputes_rows_whose_blocks_were_taken() -> None:
         _, plan = schedule(program.config, state.host)
         if plan.num_preempted and not plan.overwrites.empty and not torn:
             with pytest.raises(RuntimeError, match="injected"):
-                step(replace(program, layer=failing), state)
+                step(replace(program, layer=failing, fused=False), state)
             state = recover(state)
             check_host(state.host, 4)
             torn += 1

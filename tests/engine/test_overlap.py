@@ -127,7 +127,7 @@ def test_every_request_gets_what_plain_steps_give(
     items[3] = replace(items[3], sampling=replace(items[3].sampling, stop_ids=(stops,)))
     want = history(program, step, items)
     assert len(want["3"].tokens) == 3
-    got = history(replace(program, fused=fused), step_ahead, items)
+    got = history(replace(program, fused=fused, graphs=fused), step_ahead, items)
     assert bool(eager_graphs) == fused
     assert got.keys() == want.keys()
     for key, completion in want.items():
@@ -233,7 +233,7 @@ def test_a_step_that_fails_behind_one_in_flight_leaves_that_alone() -> None:
     state = flying(program, *items)
     for _ in range(2):
         with pytest.raises(RuntimeError, match="injected"):
-            step_ahead(replace(program, layer=failing), state)
+            step_ahead(replace(program, layer=failing, fused=False), state)
     assert recover(state) is state
     assert finish(program, state) == want
 
@@ -251,7 +251,7 @@ def test_recovery_behind_one_in_flight_keeps_its_results() -> None:
     state = submit(state, items[1])
     cached = state.host.blocks.num_cached
     with pytest.raises(RuntimeError, match="injected"):
-        step_ahead(replace(program, layer=failing), state)
+        step_ahead(replace(program, layer=failing, fused=False), state)
     with pytest.raises(TornStateError, match="recover"):
         step_ahead(program, state)
     state = recover(state)

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from purestep.engine import Program, init, load_adapter, load_program, memory
+from purestep.engine.memory import kv_block_bytes, pool_bytes
 from purestep.engine.platform import available_bytes, resolve_dtype
-from purestep.engine.pool import allocate_pool, kv_block_bytes, pool_bytes
+from purestep.engine.pool import allocate_pool
 from purestep.models.adapter_files import read_adapter
 from purestep.state.errors import AdapterError
 from tests.engine.tiny import (

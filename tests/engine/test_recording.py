@@ -124,7 +124,7 @@ def test_a_real_run_is_folded_without_weights_or_adapter_files() -> None:
     while not state.host.idle:
         if state.host.step % 3 == 0:
             with pytest.raises(RuntimeError, match="injected"):
-                record(tape, step, replace(program, layer=failing), state)
+                record(tape, step, replace(program, layer=failing, fused=False), state)
             state, failures = record(tape, recover, state), failures + 1
         state, _ = record(tape, step, program, state)
     assert failures

@@ -6,13 +6,15 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Phi3Config
+from transformers import LlamaConfig, Phi3Config, Qwen2VLConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3 import modeling_phi3
+from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
 
 from purestep.models.config import RopeConfig
 from purestep.models.families import model_config_from_hf
 from purestep.models.rope import apply_rope, inv_freq, rope_for_context, rope_table
+from purestep.state.errors import CheckpointError
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -148,3 +150,36 @@ def test_half_precision_tables_are_rounded_from_float32() -> None:
 def test_an_unknown_kind_is_named() -> None:
     with pytest.raises(ValueError, match="'spiral'"):
         inv_freq(RopeConfig(kind="spiral"), 8)
+
+
+MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [3, 9, 4]}
+
+
+@pytest.mark.parametrize("settings", [MROPE, YARN | {"mrope_section": [16, 0, 0]}], ids=str)
+def test_mrope_equals_transformers(settings: dict[str, Any]) -> None:
+    """Positions in time, height and width; where they are equal, the bits of one position."""
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
+    hf = Qwen2VLConfig(text_config={**sizes, "rope_parameters": dict(settings)})
+    rope = model_config_from_hf(hf).rope
+    source = torch.Generator().manual_seed(0)
+    position_3T = torch.randint(0, 30_000, (3, 9), generator=source)
+    position_T, unused = position_3T[0], torch.zeros(9, dtype=torch.int64)
+    oracle = Qwen2VLRotaryEmbedding(hf.text_config)
+    want_cos, want_sin = oracle(torch.zeros(1), position_3T[:, None])
+    cos_TC, sin_TC = rope_table(rope, 32, unused, torch.float32, position_3T)
+    assert torch.equal(cos_TC, want_cos[0])
+    assert torch.equal(sin_TC, want_sin[0])
+    plain = rope_table(rope, 32, position_T, torch.float32)
+    equal_3T = position_T.expand(3, -1)
+    assert all(map(torch.equal, rope_table(rope, 32, unused, torch.float32, equal_3T), plain))
+    if settings is MROPE:
+        assert not torch.equal(cos_TC, plain[0])
+
+
+@pytest.mark.parametrize("sections", [[1, 2], [8, 4, 5], [17, 0, -1], [0.5, 15.5, 0], "all"])
+def test_impossible_sections_are_named(sections: Any) -> None:
+    sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    hf = Qwen2VLConfig(text_config=sizes).to_dict()
+    hf["text_config"]["rope_parameters"]["mrope_section"] = sections
+    with pytest.raises(CheckpointError, match=r"mrope_section .* together 16"):
+        model_config_from_hf(hf)

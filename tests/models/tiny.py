@@ -4,6 +4,7 @@ Deterministic, and the caller's random state is left as it was.
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -95,17 +96,23 @@ def make_model(family: str = "llama", seed: int = 0, **overrides: Any) -> PreTra
     """A random fp32 model in eval mode; biases and norms are random too, and not near zero."""
     model_class, config_class, extra = FAMILIES[family]
     config = config_class(**copy.deepcopy({**SIZES, **extra, **overrides}))
+    return randomised(lambda: model_class(config), seed)
+
+
+def randomised(make: Callable[[], PreTrainedModel], seed: int) -> PreTrainedModel:
+    """The model that `make` gives, with random weights, fp32 and in eval mode."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
+        model = make()
         with torch.no_grad():
             for name, weight in model.named_parameters():
                 if name.endswith("bias"):
                     weight.normal_(0.0, 0.5)
-                elif "norm" in name:
+                elif "norm" in name or "ln_q" in name:
                     weight.uniform_(0.5, 1.5)
                 else:  # gain 1: at gain 2 chunking moved logprobs by 1.7e-5, now by 3e-6
-                    weight.normal_(0.0, weight.shape[-1] ** -0.5)
+                    inputs = weight[0].numel() if weight.ndim > 1 else len(weight)
+                    weight.normal_(0.0, inputs**-0.5)
     return model.float().eval()
 
 

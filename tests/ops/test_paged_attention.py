@@ -9,6 +9,7 @@ from hypothesis import example, given, settings
 from torch import Tensor
 
 from purestep.ops.paged_attention import paged_attention
+from tests.ops.forms import both_forms  # noqa: F401
 
 NAN = float("nan")
 

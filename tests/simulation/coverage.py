@@ -1,10 +1,12 @@
 """How often a run went through the transitions where engines go wrong."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from purestep.simulation.machine import Event
 from purestep.state.engine import EngineState, HostState
+from purestep.state.media import Feature
 from purestep.state.plan import StepPlan
 
 TRANSITIONS = (
@@ -17,6 +19,12 @@ TRANSITIONS = (
     "abort in mid-prefill",
     "branch on a partial block",
     "hit ending inside embeddings",
+    "media hit ending inside an item",
+    "preemption inside an item",
+    "abort inside an item",
+    "encoder output dropped",
+    "item encoded for one step alone",
+    "step that ends in front of an item",
     "restore",
     "fork into another pool size",
     "recovery of a failed step",
@@ -62,6 +70,10 @@ class Coverage:
             case "abort":
                 rows = old.rows
                 begun = (rows.num_computed_R > 0) & (rows.num_computed_R < rows.num_tokens_R - 1)
+                self.counts["abort inside an item"] += any(
+                    _inside(old.requests[key].request.features, at) and key not in new.requests
+                    for key, at in zip(rows.ids, rows.num_computed_R.tolist(), strict=True)
+                )
                 self.counts["abort in mid-prefill"] += any(
                     halfway and key not in new.requests
                     for key, halfway in zip(rows.ids, begun.tolist(), strict=True)
@@ -95,12 +107,20 @@ class Coverage:
             self.counts["preemption"] += 1
             loads = any(old.requests[key].loading for key in old.waiting)
             self.counts["preemption while requests wait for a load"] += loads
+            places = zip(old.rows.ids, old.rows.num_computed_R.tolist(), strict=True)
+            self.counts["preemption inside an item"] += any(
+                _inside(old.requests[key].request.features, at)
+                for key, at in places
+                if key in new.waiting[: plan.num_preempted]
+            )
         for block in plan.overwrites.blocks:
             digest = old.blocks.digest_of.get(block)
             if digest is not None and old.blocks.block_of.get(digest) == block:
                 self.evicted.add(digest)
         if plan.num_hit_tokens:
             self._see_hits(before, plan)
+        if before.config.max_encoder_tokens:
+            self._see_media(before, plan)
         evicted = [v for v in old.adapters.resident if v not in new.adapters.resident]
         self.counts["adapter eviction with waiters"] += any(
             v in new.adapters.users for v in evicted
@@ -120,7 +140,24 @@ class Coverage:
             self.evicted -= again
             inside = (record.request.tokens[start - 1 : start + 1] == -1).sum() == 2
             self.counts["hit ending inside embeddings"] += bool(inside)
+            within = _inside(record.request.features, start)
+            self.counts["media hit ending inside an item"] += within
+
+    def _see_media(self, before: EngineState, plan: StepPlan) -> None:
+        self.counts["encoder output dropped"] += len(plan.drops)
+        passing = [item for item in plan.encodes if not item.keep]
+        self.counts["item encoded for one step alone"] += len(passing)
+        ends = (plan.start_R + plan.count_R).tolist()
+        for key, end, drew in zip(plan.row_ids, ends, plan.sampled_R.tolist(), strict=True):
+            features = before.host.requests[key].request.features
+            waits = any(f.offset == end for f in features) and not drew
+            self.counts["step that ends in front of an item"] += waits
 
     def table(self) -> str:
         """One line a transition."""
         return "\n".join(f"{self.counts[name]:>9,}  {name}" for name in TRANSITIONS)
+
+
+def _inside(features: Sequence[Feature], place: int) -> bool:
+    """Whether a position stands within an item."""
+    return any(f.offset < place < f.end for f in features)

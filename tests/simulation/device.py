@@ -30,6 +30,7 @@ from purestep.engine.extras import edits_after, edits_of
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.schedule import schedule
 from purestep.engine.step import drop_blobs
+from purestep.simulation.media import content, media_number, moved_number
 from purestep.state.canonical import to_plain
 from purestep.state.engine import EngineState
 from purestep.state.plan import HiddenRow, LogitEdits, Outputs, ScoredRow, StepPlan, StepResult
@@ -43,16 +44,17 @@ TORN = b"torntorn"  # what a failed step leaves behind
 
 @tree
 class ToyDevice:
-    """The cells of each block, which part of which adapter version a row block holds, and what the
-    last step drew."""
+    """The cells of each block, which part of which adapter version a row block holds, encoder
+    outputs, and what the last step drew."""
 
     blocks: Map[int, bytes]
     row_blocks: Map[int, tuple[str, int]]
+    encoded: Map[str, bytes]  # by identifier
     drawn: tuple[int, ...] = ()
 
 
 def empty_device() -> ToyDevice:
-    return ToyDevice(blocks=Map(), row_blocks=Map())
+    return ToyDevice(blocks=Map(), row_blocks=Map(), encoded=Map())
 
 
 def cell_after(context: bytes, weights: str, version: str | None, token: int) -> bytes:
@@ -138,8 +140,11 @@ def execute(
     config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]
 ) -> tuple[ToyDevice, StepResult]:
     """What a plan says, done to the toy: uploads, copies, all writes, then all draws."""
-    tokens_T = _tokens_read(plan, blobs, device.drawn)
     device = _prepared(device, plan, blobs)
+    made = {item.identifier: content(blobs[item.blob]) for item in plan.encodes}
+    tokens_T = _tokens_read(plan, blobs, device.encoded.update(made), device.drawn)
+    kept = {item.identifier: made[item.identifier] for item in plan.encodes if item.keep}
+    device = replace(device, encoded=device.encoded.update(kept))
     with device.blocks.mutate() as blocks:
         for row, tokens in enumerate(_windows(plan, tokens_T)):
             table, start = plan.tables[row].tolist(), int(plan.start_R[row])
@@ -222,15 +227,16 @@ def toy_step(
 
 
 def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> ToyDevice:
-    if not (plan.uploads or plan.copies):
+    if not (plan.uploads or plan.copies or plan.drops):
         return device
+    encoded = Map({name: x for name, x in device.encoded.items() if name not in plan.drops})
     row_blocks, blocks = device.row_blocks.mutate(), device.blocks.mutate()
     for place in plan.uploads:
         version = blobs[place.version].version
         row_blocks.update({block: (version, i) for i, block in enumerate(place.row_blocks)})
     for source, target in plan.copies:
         blocks[target] = blocks.get(source, b"")
-    return replace(device, blocks=blocks.finish(), row_blocks=row_blocks.finish())
+    return replace(device, blocks=blocks.finish(), row_blocks=row_blocks.finish(), encoded=encoded)
 
 
 def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
@@ -249,18 +255,35 @@ def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
     return b"/lora" + (version if whole else f"a mixture {parts}").encode()
 
 
-def _tokens_read(plan: StepPlan, blobs: Mapping[str, Any], drawn: tuple[int, ...]) -> np.ndarray:
+def _tokens_read(
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    outputs: Mapping[str, bytes],
+    drawn: tuple[int, ...],
+) -> np.ndarray:
     """The plan's ids, those among them that the step before drew, and in place of an embedding a
     number that tells which it is."""
     gathered = np.flatnonzero(plan.gathered_T >= 0)
-    if not (plan.embedded or len(gathered)):
+    moved = plan.position_3T is not None
+    if not (plan.embedded or plan.merges or moved or len(gathered)):
         return plan.tokens_T
     tokens_T = plan.tokens_T.astype(np.int64)
     tokens_T[gathered] = [drawn[place] for place in plan.gathered_T[gathered].tolist()]
+    for span in plan.merges:
+        output = outputs.get(span.identifier, b"missing")
+        rows = range(span.first_row, span.first_row + len(span.index_E))
+        tokens_T[span.index_E] = [media_number(output, row) for row in rows]
     for span in plan.embedded:
         rows = blobs[span.blob][span.first_row : span.first_row + len(span.index_E)]
         tokens_T[span.index_E] = [embedding_number(row) for row in rows]
-    return tokens_T
+    if plan.position_3T is None:
+        return tokens_T
+    spans = zip(plan.start_R.tolist(), plan.count_R.tolist(), strict=True)
+    places = [place for start, count in spans for place in range(start, start + count)]
+    triples = map(tuple, plan.position_3T.T.tolist())
+    return np.array(
+        [moved_number(*x) for x in zip(tokens_T.tolist(), places, triples, strict=True)]
+    )
 
 
 def embedding_number(row_D: Tensor) -> int:

@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 
 from purestep.simulation.machine import Event, Machine
+from purestep.simulation.media import SIZES
 from purestep.simulation.world import NAMES, RANKS
 
 PROMPTS = (
@@ -41,6 +42,20 @@ DELICATE = {  # likewise, while a branch waits for its copy, and behind a step t
     "branch": 50,
     "restore": 50,
 }
+MEDIA: tuple[dict[str, Any], ...] = (  # of half of the configs
+    {},
+    {},
+    {},
+    {"max_encoder_tokens": 15, "encoder_cache_tokens": 30},
+    {"max_encoder_tokens": 10, "encoder_cache_tokens": 10, "mrope_merge": 2},
+    {"max_encoder_tokens": 9, "encoder_cache_tokens": 4},
+    {
+        "max_encoder_tokens": 9,
+        "encoder_cache_tokens": 12,
+        "disable_chunked_mm_input": True,
+        "long_prefill_threshold": 0,
+    },
+)
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -72,6 +87,7 @@ def random_config(rng: np.random.Generator) -> dict[str, Any]:
         "long_prefill_threshold": pick(rng, (0, 3)),
         "adapter_age_limit": pick(rng, (0, 3, 12)),
         "adapter_preemption": pick(rng, (False, True)),
+        **pick(rng, MEDIA),
     }
 
 
@@ -117,7 +133,8 @@ def _drawn(rng: np.random.Generator, weights: dict[str, int]) -> str:
 def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[str, Any]:
     match kind:
         case "submit":
-            return random_request(rng, machine.number)
+            media = machine.config.max_encoder_tokens > 0
+            return random_request(rng, machine.number, media)
         case "abort" | "load_fails":
             return {"pick": int(rng.integers(12))}
         case "branch":
@@ -141,8 +158,8 @@ def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[st
     return {}
 
 
-def random_request(rng: np.random.Generator, number: int) -> dict[str, Any]:
-    """The words of a request that nobody has submitted yet."""
+def random_request(rng: np.random.Generator, number: int, media: bool = False) -> dict[str, Any]:
+    """The words of a request that nobody has submitted yet, perhaps with `media`."""
     length, max_tokens = int(rng.integers(1, 19)), int(rng.integers(1, 15))
     last = pick(rng, (5, 5, 9))
     scored = int(rng.integers(40)) == 0
@@ -150,6 +167,7 @@ def random_request(rng: np.random.Generator, number: int) -> dict[str, Any]:
     return {
         "id": f"r{number}",
         "tokens": (*pick(rng, PROMPTS)[: length - 1], last),
+        "media": random_items(rng) if media else (),
         "embeds": int(rng.integers(1, 10)) if rng.integers(8) == 0 else None,
         "adapter": pick(rng, (None, *NAMES, *NAMES)),
         "salt": pick(rng, (None, None, None, "x", "sql")),
@@ -162,3 +180,18 @@ def random_request(rng: np.random.Generator, number: int) -> dict[str, Any]:
             "ignore_eos": bool(rng.integers(2)),
         },
     }
+
+
+def random_items(rng: np.random.Generator) -> tuple[tuple[int, int, int, int], ...]:
+    """Up to three items anywhere, often where others had the same."""
+    if rng.integers(3) == 0:
+        return ()
+    return tuple(
+        (
+            int(rng.integers(len(SIZES))),
+            pick(rng, (0, 1, 2, 3, 4, 5, 7, 8, 11)),
+            pick(rng, (0, 0, 0, 1)),
+            pick(rng, (0, 0, 0, 2)),
+        )
+        for _ in range(pick(rng, (1, 1, 2, 3)))
+    )

@@ -14,11 +14,14 @@ import numpy as np
 from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
+from purestep.simulation.media import facts
 from purestep.state.adapters import check_adapters, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
-from purestep.state.engine import HostState, block_holders, check_rows
+from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
+from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
+from purestep.state.media import overlap_groups
 from purestep.state.plan import StepPlan
-from purestep.state.request import RequestState
+from purestep.state.request import Request, RequestState
 
 Contents = dict[bytes, tuple]
 
@@ -29,6 +32,9 @@ def check_state(config: Config, host: HostState, device: ToyDevice) -> None:
     law_1_places(host)
     law_4_rows_of_one_owner(host, device)
     law_18_references(host)
+    law_m_references_are_of_items_ahead(host)
+    if not host.in_flight:
+        i7_device_has_what_is_computed(host.encoder, device.encoded)
     law_20_no_hit_crosses_versions(host)
     law_in_flight_blocks_are_held(host)
 
@@ -50,6 +56,10 @@ def check_step(
     law_19_reuse_order(before, after)
     law_in_flight_nothing_is_handed_out(config, before, plan)
     law_in_flight_ids_are_the_rows_own(before, plan)
+    law_m_budgets(config, plan)
+    law_m_outputs_are_there(before, plan)
+    law_m_whole_items(config, before, plan)
+    law_m_nobody_takes_from_the_first(before, plan, order)
 
 
 def check_plan(config: Config, before: HostState, plan: StepPlan) -> None:
@@ -161,7 +171,7 @@ def law_14_first_come_first_served(before: HostState, plan: StepPlan, order: Ord
     left: set[str | None] = set()
     for key in order.waiting:
         record = before.requests[key]
-        if record.loading or key in ended:
+        if record.loading or key in ended or _lacks_outputs(before, key):
             continue
         if key not in admitted:
             left.add(record.version)
@@ -185,6 +195,7 @@ def law_15_base_is_never_delayed(before: HostState, plan: StepPlan, order: Order
     """21.15: nobody who stands behind a request of the base model is admitted before it."""
     admitted, ended = set(plan.row_ids), {completion.key for completion in plan.ended}
     waits = [key for key in order.waiting if key not in ended and not before.requests[key].loading]
+    waits = [key for key in waits if not _lacks_outputs(before, key)]
     base = [key not in admitted and before.requests[key].version is None for key in waits]
     if any(base):
         assert not admitted & set(waits[base.index(True) :]), "a base request was overtaken"
@@ -206,14 +217,20 @@ def law_15_a_promise_is_kept(before: HostState, after: HostState) -> None:
 
 
 def law_16_keys_are_contents(
-    config: Config, record: RequestState, sequence: Sequence[int], known: Contents, names: dict
+    config: Config,
+    record: RequestState,
+    sequence: Sequence[int],
+    request: Request,
+    known: Contents,
+    names: dict,
 ) -> None:
-    """21.16: equal keys if and only if equal weights, adapter version, salt, tokens and embeddings
-    up to the block's end. `known` and `names` are all keys and contents met so far; `sequence` is
-    what the caller knows of the request's tokens."""
+    """21.16: equal keys if and only if equal weights, adapter version, salt, tokens, embeddings and
+    placeholders up to the block's end. `known` and `names` are all keys and contents met so far;
+    `sequence` is what the caller knows of the request's tokens."""
     who = (config.kv_identity, record.version, record.request.salt)
     for k, digest in enumerate(record.digests, start=1):
-        content = (*who, *sequence[: k * config.block_size])
+        end = k * config.block_size
+        content = (*who, facts(request, end), *sequence[:end])
         assert known.setdefault(digest, content) == content, "two contents have one key"
         assert names.setdefault(content, digest) == digest, "one content has two keys"
 
@@ -266,7 +283,7 @@ def law_19_cached_is_computed(
     size = config.block_size * CELL
     for digest, block in host.blocks.block_of.items():
         if digest not in cells and digest in known:
-            _, version, _, *tokens = known[digest]
+            _, version, _, _, *tokens = known[digest]
             cells[digest] = context_of(tokens, config.weights, version)[-size:]
         wanted = cells.get(digest)
         assert wanted in (None, device.blocks.get(block)), f"block {block} holds something else"
@@ -322,3 +339,82 @@ def law_in_flight_ids_are_the_rows_own(before: HostState, plan: StepPlan) -> Non
         assert place == (-1 if known else drawn.index(key)), f"{key} takes another row's token"
         assert known or plan.tokens_T[end] == -1
     assert (plan.gathered_T >= 0).sum() == (plan.gathered_T[ends] >= 0).sum()
+
+
+def law_m_budgets(config: Config, plan: StepPlan) -> None:
+    """A step encodes within its budget, and nothing twice, nor what none of its rows needs."""
+    names = [item.identifier for item in plan.encodes]
+    assert len(set(names)) == len(names)
+    assert sum(item.num_embeds for item in plan.encodes) <= config.max_encoder_tokens
+    used = {span.identifier for span in plan.merges}
+    groups = {name for name in names if name not in used}
+    assert not groups or config.max_encoder_tokens, "encoded without a budget"
+    assert used or not names, "encoded for nobody"
+
+
+def law_m_outputs_are_there(before: HostState, plan: StepPlan) -> None:
+    """Each output that a step merges is there before it and not dropped, or encoded by it; and none
+    is encoded that is there and stays."""
+    there = {name for name, output in before.encoder.outputs.items() if output.computed}
+    there |= {item.identifier for flying in before.in_flight for item in flying.encodes}
+    there &= set(before.encoder.outputs)
+    there -= set(plan.drops)
+    made = {item.identifier for item in plan.encodes}
+    used = {span.identifier for span in plan.merges}
+    assert used <= there | made, f"no output: {sorted(used - there - made)}"
+    assert not made & there, f"encoded again: {sorted(made & there)}"
+
+
+def law_m_references_are_of_items_ahead(host: HostState) -> None:
+    """I1 to I6; and who refers to an item has tokens of it still to compute."""
+    check_encoder(host.encoder, encoder_items(host))
+    computed = dict(zip(host.rows.ids, host.rows.num_computed_R.tolist(), strict=True))
+    for flying in host.in_flight[:1]:  # they let go as it lands
+        computed |= zip(flying.row_ids, flying.start_R.tolist(), strict=True)
+    for holders in host.encoder.holders.values():
+        for key, i in holders:
+            end = host.requests[key].request.features[i].end
+            assert computed[key] < end, f"{key} refers to item {i}, which it has passed"
+
+
+def law_m_whole_items(config: Config, before: HostState, plan: StepPlan) -> None:
+    """Where items may not be split no step begins or ends within one."""
+    if not config.disable_chunked_mm_input:
+        return
+    ends = (plan.start_R + plan.count_R).tolist()
+    for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
+        features = before.requests[key].request.features
+        for group in overlap_groups(features):
+            first, last = features[group[0]].offset, max(features[i].end for i in group)
+            assert not first < start < last or start > len(before.requests[key].request.tokens)
+            masked = all(features[i].is_embed is None for i in group)
+            assert not (masked and first < end < last), f"{key} stops within an item"
+
+
+def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: Order) -> None:
+    """Behind a request that waits for an encoding nothing is encoded for others."""
+    admitted = [key for key in order.waiting if key in plan.row_ids]
+    if not admitted:
+        return
+    last = order.waiting.index(admitted[-1])
+    passed = [k for k in order.waiting[:last] if k not in admitted and _lacks_outputs(before, k)]
+    passed = [k for k in passed if not before.requests[k].loading]
+    if not passed or any(before.requests[k].version is not None for k in passed):
+        return  # for want of a place for its adapter, maybe
+    behind = set(order.waiting[order.waiting.index(passed[0]) :])
+    spots = np.repeat(np.arange(len(plan.row_ids)), plan.count_R)
+    served = {s.identifier for s in plan.merges if plan.row_ids[spots[s.index_E[0]]] not in behind}
+    wanted = {
+        features.identifier
+        for key in plan.row_ids
+        if key not in behind
+        for features in before.requests[key].request.features
+    }
+    made = {item.identifier for item in plan.encodes}
+    assert made <= served | wanted, f"{passed[0]} waits, and {sorted(made - served)} are encoded"
+
+
+def _lacks_outputs(before: HostState, key: str) -> bool:
+    """Whether a request may have to wait for an encoding."""
+    features = before.requests[key].request.features
+    return any(f.num_embeds and f.identifier not in before.encoder.outputs for f in features)

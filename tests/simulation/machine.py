@@ -6,7 +6,7 @@ that has no object does nothing, so any part of a list is a run too.
 
 | event | arguments |
 |---|---|
-| `submit` | `id`, `tokens`, `embeds` (number of embeddings), `sampling`, other fields of Request |
+| `submit` | `id`, `tokens`, `embeds` (number of them), `media`, `sampling`, fields of Request |
 | `step`, `ahead` | a step, or the rest of the one in flight; one that leaves a plan in flight |
 | `fail` | a step whose execute raises after it has written, then recovery |
 | `lose` | the step in flight is lost, with one `behind` it or not, then recovery |
@@ -19,7 +19,7 @@ that has no object does nothing, so any part of a list is a run too.
 """
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, TextIO
@@ -60,6 +60,7 @@ from purestep.simulation.laws import (
     law_19_cached_is_computed,
     law_19_reuse_order,
 )
+from purestep.simulation.media import Item, too_large, with_media
 from purestep.simulation.told import (
     Told,
     branched,
@@ -169,6 +170,7 @@ class Machine:
         if self.laws:
             assert self.state.host.blocks.num_free == self.config.num_blocks
             assert not self.state.host.adapters.users
+            assert not self.state.host.encoder.holders
         for host, name in self.kept:
             assert digest(host) == name, "an old state has changed"
 
@@ -178,11 +180,14 @@ class Machine:
         law_3_pins_stay(old, host, kind)
         for key, now in host.requests.items():
             if not now.loading and old.requests.get(key) is not now:
-                sequence = self.live[key].sequence
-                law_16_keys_are_contents(self.config, now, sequence, self.known, self.names)
+                told = self.live[key]
+                law_16_keys_are_contents(
+                    self.config, now, told.sequence, told.request, self.known, self.names
+                )
         law_19_cached_is_computed(self.config, host, self.state.device, self.known, self.cells)
         prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
-        known, needed = set(self.state.blobs), {*host.adapters.registered, *prompts}
+        media = {f.digest for r in host.requests.values() for f in r.request.features}
+        known, needed = set(self.state.blobs), {*host.adapters.registered, *prompts, *media}
         untold = [*host.ended, *(c for plan in host.in_flight for c in plan.ended)]
         assert needed <= known
         assert known == needed or untold, "a tensor is kept that nothing names"
@@ -190,14 +195,23 @@ class Machine:
 
     # --- requests
 
-    def _submit(self, id: str, embeds: int | None, sampling: Mapping[str, Any], **words) -> None:
-        request = Request(id=id, sampling=SamplingParams(**sampling), **with_embeds(words, embeds))
+    def _submit(
+        self,
+        id: str,
+        embeds: int | None,
+        sampling: Mapping[str, Any],
+        media: Sequence[Item] = (),
+        **words,
+    ) -> None:
+        words = with_media(self.config, with_embeds(words, embeds), media)
+        request = Request(id=id, sampling=SamplingParams(**sampling), **words)
         name, given = request.adapter, request.sampling.seed
         known = {*self.bound, *self.state.host.adapters.sources, None}
         length = len(request.tokens) or len(request.prompt_embeds)
         blocks = -(-(length + (request.sampling.max_tokens > 0)) // self.config.block_size)
         taken = any(id in (key, told.request.id) for key, told in self.live.items())
-        if name not in known or blocks > self.config.num_blocks or taken:
+        fits = blocks <= self.config.num_blocks and not too_large(self.config, request)
+        if name not in known or not fits or taken:
             with refused(RequestError):
                 submit(self.state, request)
             return
@@ -206,7 +220,7 @@ class Machine:
         version, bound = self.bound.get(name), name is None or name in self.bound
         for index in range(request.sampling.n):
             key = f"{request.id}#{index}" if index else request.id
-            self.live[key] = told_of(request, version, seed, bound, index)
+            self.live[key] = told_of(self.config, request, version, seed, bound, index)
 
     def _abort(self, pick: int) -> None:
         requests = sorted(self.state.host.requests)
@@ -439,7 +453,7 @@ class Machine:
         if not host.in_flight:
             return
         following = plan_ahead(self.config, host, self.policy) if behind else None
-        done = replace(host.in_flight[0], uploads=(), copies=())
+        done = replace(host.in_flight[0], uploads=(), copies=(), drops=())
         device = tear(self.config, self.state.device, done, self.state.blobs)
         rows = device.row_blocks
         for block in {b for place in host.in_flight[0].uploads for b in place.row_blocks}:

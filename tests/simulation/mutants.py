@@ -29,7 +29,7 @@ from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
-from purestep.state.engine import completed_record, let_go, make_row, plan_places
+from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
 
 STEPS_OF_ONE_STATE = 500
@@ -106,9 +106,9 @@ MUTANTS = (
     mutant("a block stays findable once reallocated", BlockDraft._pop, "self.forget(block)", ""),
     mutant(
         "the copy of a branch's block is forgotten",
-        make_plan,
-        "copies=host.copies",
-        "copies=()",
+        schedule,
+        "copies=copies,",
+        "copies=(),",
     ),
     mutant(
         "a preempted request keeps a block too many as computed",
@@ -133,11 +133,11 @@ MUTANTS = (
         schedule,
         "draft = BlockDraft(host.blocks)",
         "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
-        (schedule, "for source, _ in host.copies]", "for source, _ in ()]"),
+        (schedule, "for source, _ in copies]", "for source, _ in ()]"),
     ),
     mutant(
         "blocks of a row that leaves are free while a plan in flight uses them",
-        let_go,
+        released,
         "if step is None:",
         "if True:",
     ),

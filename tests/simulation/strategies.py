@@ -7,6 +7,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 
+from purestep.simulation.media import SIZES
 from purestep.simulation.world import NAMES, RANKS, TABLE
 
 PROMPTS = ((1, 3, 4, 5, 1, 3, 5, 6, 3, 3, 0, 1, 4, 5, 6, 7, 10, 0), (1, 3, 4, 5, 0, 0, 0, 0, 1, 1))
@@ -66,6 +67,15 @@ words = st.fixed_dictionaries(
         "sampling": samplings,
         "hidden_layers": st.sampled_from(((), (), (0,), (1, -1, 0, -2))),
         "embeds": st.none() | st.none() | st.integers(1, 9),
+        "media": st.lists(
+            st.tuples(
+                st.integers(0, len(SIZES) - 1),
+                st.integers(0, 14),
+                st.sampled_from((0, 0, 1)),
+                st.sampled_from((0, 0, 2)),
+            ),
+            max_size=3,
+        ),
     }
 )
 
@@ -82,6 +92,10 @@ config_changes = st.fixed_dictionaries(
         "adapter_age_limit": st.sampled_from((0, 3, 12)),
         "adapter_preemption": st.booleans(),
         "tokens": st.just(TABLE),
+        "max_encoder_tokens": st.sampled_from((0, 9, 20)),
+        "encoder_cache_tokens": st.sampled_from((0, 4, 9, 30)),
+        "disable_chunked_mm_input": st.sampled_from((False, False, True)),
+        "mrope_merge": st.sampled_from((0, 0, 2)),
     }
 )
 known_adapters = st.fixed_dictionaries(

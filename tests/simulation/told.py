@@ -13,6 +13,7 @@ from purestep.simulation.device import (
     scores_of,
     state_of,
 )
+from purestep.simulation.media import content, filled, media_number, moved_number, positions_alone
 from purestep.simulation.world import EOS, TABLE
 from purestep.state.hashing import random_stream
 from purestep.state.request import Completion, FinishReason, Request, RequestState, frozen
@@ -43,6 +44,8 @@ class Told:
     logprobs: list[float] = field(default_factory=list)
     streamed: str = ""
     prompt: list[int] = field(default_factory=list)  # ids, and the toy's numbers of embeddings
+    ids: list[int] = field(default_factory=list)  # of the prompt, -1 where an embedding was given
+    delta: int = 0  # what is added to a place behind the prompt to give its position
     cells: bytes = b""  # the KV of `prompt` and `tokens`, as far as it was needed
     read_by: tuple[str, str | None] = ("", None)  # the weights and version that `cells` are of
 
@@ -52,7 +55,12 @@ class Told:
 
     @property
     def sequence(self) -> list[int]:
-        return [*self.prompt, *self.tokens]
+        if not self.delta:
+            return [*self.prompt, *self.tokens]
+        numbers = []
+        for place, token in enumerate(self.tokens, start=len(self.prompt)):
+            numbers.append(moved_number(token, place, (place + self.delta,) * 3))
+        return [*self.prompt, *numbers]
 
     @property
     def text(self) -> bytes:
@@ -68,13 +76,23 @@ class Told:
         return self.cells
 
 
-def told_of(request: Request, version: str | None, seed: int, bound: bool, index: int) -> Told:
+def told_of(
+    config: Config, request: Request, version: str | None, seed: int, bound: bool, index: int
+) -> Told:
     """A request that was just submitted."""
     embeds = request.prompt_embeds
     tokens = list(request.tokens) or [-1] * len(embeds)
     rows = iter(() if embeds is None else embeds)
     prompt = [embedding_number(next(rows)) if t == -1 else int(t) for t in tokens]
-    return Told(request, version, seed, bound, index=index, prompt=prompt)
+    for feature in request.features:
+        for row, place in enumerate(filled(feature)):
+            prompt[place] = media_number(content(feature.data), row)
+    delta = 0
+    if config.mrope_merge and request.features:
+        positions, delta = positions_alone(request, config.mrope_merge)
+        places = zip(prompt, range(len(prompt)), positions, strict=True)
+        prompt = [moved_number(token, place, position) for token, place, position in places]
+    return Told(request, version, seed, bound, index=index, prompt=prompt, ids=tokens, delta=delta)
 
 
 def branched(parent: Told, new_id: str) -> Told:
@@ -176,8 +194,8 @@ def _judge_extras(config: Config, completion: Completion, told: Told, who: str) 
     context = told.context(config)
     if sampling.prompt_logprobs is not None and told.index == 0:
         scores = [
-            scores_of(context[: end * CELL], max(token, -1), sampling.prompt_logprobs)
-            for end, token in enumerate(prompt[1:], start=1)
+            scores_of(context[: end * CELL], token, sampling.prompt_logprobs)
+            for end, token in enumerate(told.ids[1:], start=1)
         ]
         logprobs, ids = completion.prompt_logprobs, completion.prompt_top_ids
         must(logprobs.tolist()[1:] == [x for x, _ in scores], who + "other prompt logprobs")

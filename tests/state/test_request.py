@@ -173,7 +173,7 @@ def with_fields(**fields: Any) -> Request:
 def test_every_field_is_tested() -> None:
     """A new field needs rows here, and then it cannot be silently ignored (SL-09)."""
     assert {f.name for f in fields(SamplingParams)} == set(SAMPLING)
-    words = "id tokens adapter salt sampling priority hidden_layers prompt_embeds"
+    words = "id tokens adapter salt sampling priority hidden_layers prompt_embeds features"
     assert {f.name for f in fields(Request)} == set(words.split())
 
 

@@ -1,4 +1,4 @@
-"""The blocked product against float64, and the law that rows do not see each other.
+"""The CPU's products against float64, and the law that rows do not see each other.
 
 T token rows, D input width, O output width.
 """
@@ -9,9 +9,11 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from purestep.models.linear import BLOCK_WIDTHS, HAS_MKL, block_width, product
+from purestep.ops.linear import BLOCK_WIDTHS, HAS_MKL, SKINNY, block_width, linear
+from tests.ops.forms import both_forms  # noqa: F401
 
 WIDTHS = [1, 7, 32, 48, 64, 96, 128, 160, 192, 257, 288, 384]
+TOKENS = st.one_of(st.integers(1, 40), st.sampled_from([SKINNY, SKINNY + 1]))
 
 
 def inputs(T: int, D: int, O: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: E741
@@ -20,10 +22,10 @@ def inputs(T: int, D: int, O: int) -> tuple[Tensor, Tensor, Tensor]:  # noqa: E7
     return torch.randn(T, D, generator=source), w_OD, torch.randn(O, generator=source)
 
 
-@given(st.integers(1, 40), st.integers(1, 70), st.sampled_from(WIDTHS), st.booleans())
+@given(TOKENS, st.integers(1, 70), st.sampled_from(WIDTHS), st.booleans())
 def test_equals_the_definition(T: int, D: int, O: int, has_bias: bool) -> None:  # noqa: E741
     x_TD, w_OD, bias_O = inputs(T, D, O)
-    y_TO = product(x_TD, w_OD, bias_O if has_bias else None)
+    y_TO = linear(x_TD, w_OD, bias_O if has_bias else None)
     want = x_TD.double() @ w_OD.double().T + (bias_O.double() if has_bias else 0)
     torch.testing.assert_close(y_TO.double(), want, rtol=1e-5, atol=1e-5)
     assert y_TO.is_contiguous()
@@ -32,14 +34,28 @@ def test_equals_the_definition(T: int, D: int, O: int, has_bias: bool) -> None: 
     assert all(map(torch.equal, before, (w_OD, bias_O, x_TD)))
 
 
-@given(st.integers(1, 40), st.sampled_from(WIDTHS), st.data())
+@given(TOKENS, st.sampled_from(WIDTHS), st.data())
 def test_other_rows_change_no_bit(T: int, O: int, data: st.DataObject) -> None:  # noqa: E741
     x_TD, w_OD, bias_O = inputs(T, 48, O)
     kept = data.draw(st.integers(0, T - 1))
-    want = product(x_TD, w_OD, bias_O)[kept]
+    want = linear(x_TD, w_OD, bias_O)[kept]
     others = torch.full_like(x_TD, float("nan"))
     others[kept] = x_TD[kept]
-    assert torch.equal(product(others, w_OD, bias_O)[kept], want)
+    assert torch.equal(linear(others, w_OD, bias_O)[kept], want)
+
+
+@pytest.mark.parametrize("shape", [(3, 7), (40, 7)], ids=["few", "many"])
+def test_refuses_what_does_not_fit(shape: tuple[int, int]) -> None:
+    with pytest.raises(RuntimeError):
+        linear(torch.zeros(shape), torch.zeros(96, 8))
+    with pytest.raises(RuntimeError):
+        linear(torch.zeros(shape), torch.zeros(96, 7), torch.zeros(95))
+
+
+def test_op_registration() -> None:
+    x_TD, w_OD, bias_O = inputs(3, 8, 64)
+    for bias in (None, bias_O):
+        torch.library.opcheck(torch.ops.purestep.linear.default, (x_TD, w_OD, bias))
 
 
 @pytest.mark.skipif(not HAS_MKL, reason="blocks are for MKL")

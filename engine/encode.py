@@ -1,0 +1,99 @@
+"""Media into embeddings, and these into the token stream. Part of `execute`.
+
+E embeddings, D hidden size of the language model, T token rows of a step.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from purestep.engine.media import EMBEDS
+from purestep.engine.program import Program
+from purestep.models.vision import Tensors
+from purestep.state.errors import StepError
+from purestep.state.plan import EncodedItem, MergedSpan, StepPlan
+
+Outputs = dict[str, Tensor]
+"""identifier -> [E, D] on the device, each with memory of its own."""
+
+
+def encoded_outputs(program: Program, plan: StepPlan, blobs: Mapping[str, Any]) -> Outputs:
+    """What the plan's items are encoded to. Raises StepError."""
+    return _encoded(program, plan.encodes, blobs) if plan.encodes else {}
+
+
+def merged_rows(
+    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Outputs
+) -> list[tuple[np.ndarray, Tensor]]:
+    """(places among the plan's tokens, rows) for each of its merges.
+
+    An output that is not there, as after damage, is encoded once more, for this step alone.
+    """
+    lost = {span.identifier: span for span in plan.merges if span.identifier not in outputs}
+    if lost:
+        again = [_item_of(span, plan.merges) for span in lost.values()]
+        outputs = outputs | _encoded(program, again, blobs)
+    return [
+        (span.index_E, outputs[span.identifier][span.first_row :][: len(span.index_E)])
+        for span in plan.merges
+    ]
+
+
+def _item_of(span: MergedSpan, merges: Sequence[MergedSpan]) -> EncodedItem:
+    """The item behind a span; of its size only what the step asks for is known."""
+    mine = [s for s in merges if s.identifier == span.identifier]
+    return EncodedItem(
+        identifier=span.identifier,
+        blob=span.blob,
+        modality=span.modality,
+        version=None,
+        num_embeds=max(s.first_row + len(s.index_E) for s in mine),
+        keep=False,
+    )
+
+
+def _encoded(program: Program, items: Sequence[EncodedItem], blobs: Mapping[str, Any]) -> Outputs:
+    """One output an item, items of equal shapes in one call wherever they stand."""
+    alike: dict[Any, list[EncodedItem]] = defaultdict(list)
+    for item in items:
+        alike[item.modality, _shape(blobs[item.blob])].append(item)
+    outputs: Outputs = {}
+    for group in alike.values():
+        data = [blobs[item.blob] for item in group]
+        for item, rows_ED in zip(group, _encode(program, data, group), strict=True):
+            outputs[item.identifier] = _owned(program, item, rows_ED)
+    return {item.identifier: outputs[item.identifier] for item in items}
+
+
+def _shape(data: Tensors) -> tuple:
+    return tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in data.items()))
+
+
+def _encode(
+    program: Program, data: Sequence[Tensors], items: Sequence[EncodedItem]
+) -> Sequence[Tensor]:
+    """One call: data and rows of items of one shape."""
+    if set(data[0]) == {EMBEDS}:
+        return [tensors[EMBEDS] for tensors in data]
+    vision = program.vision
+    if vision is None:
+        raise StepError(f"item {items[0].identifier!r}: the program has no encoder for it")
+    device = program.config.device
+    data = [{name: t.to(device) for name, t in tensors.items()} for tensors in data]
+    return vision.family.encode(vision.params, vision.config, data)
+
+
+def _owned(program: Program, item: EncodedItem, rows_ED: Tensor) -> Tensor:
+    """A copy in memory of its own: views of a batch would keep all of it for one of its items."""
+    D = program.config.model.hidden_size
+    if rows_ED.dim() != 2 or len(rows_ED) < item.num_embeds or rows_ED.shape[1] != D:
+        raise StepError(
+            f"item {item.identifier!r}: {item.num_embeds} embeddings of {D} are wanted, its "
+            f"encoder gave {tuple(rows_ED.shape)}"
+        )
+    dtype = getattr(torch, program.config.dtype)
+    return rows_ED.detach().to(program.config.device, dtype, copy=True).contiguous()

@@ -1,0 +1,136 @@
+"""LLaVA-1.5: the patches of one square image, through a tower and a projector of two layers.
+
+B images, S their side, E rows of one, D hidden size of the language model.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from purestep.models.vision import Shapes, Tensors, VisionFamily, in_stacks, marker_ids
+from purestep.models.vit import (
+    ACTIVATIONS,
+    UNREAD,
+    Affine,
+    VitConfig,
+    VitParams,
+    affine,
+    affine_of,
+    affine_shapes,
+    known_activation,
+    vit,
+    vit_config,
+    vit_params,
+    vit_shapes,
+)
+from purestep.state.errors import RequestError
+from purestep.state.pytree import tree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LlavaVision:
+    tower: VitConfig
+    drop_first: bool  # strategy "default": the first token of an image is left out
+    activation: str  # of the projector
+    bias: bool
+    hidden_size: int  # of the language model
+    marker: int
+
+    @property
+    def num_rows(self) -> int:
+        return self.tower.num_tokens - self.drop_first
+
+
+@tree
+class LlavaParams:
+    tower: VitParams
+    first: Affine
+    second: Affine
+
+
+def read_config(hf: PretrainedConfig) -> LlavaVision:
+    """Raises CheckpointError for a tower or an activation that is not supported."""
+    return LlavaVision(
+        tower=vit_config(hf.vision_config, hf.vision_feature_layer),
+        drop_first=hf.vision_feature_select_strategy == "default",
+        activation=known_activation(hf.projector_hidden_act),
+        bias=hf.multimodal_projector_bias,
+        hidden_size=hf.text_config.hidden_size,
+        marker=hf.image_token_id,
+    )
+
+
+def shapes(config: LlavaVision) -> Shapes:
+    D, width = config.hidden_size, config.tower.hidden_size * len(config.tower.taken)
+    return (
+        vit_shapes(config.tower)
+        | affine_shapes("multi_modal_projector.linear_1", D, width, bias=config.bias)
+        | affine_shapes("multi_modal_projector.linear_2", D, D, bias=config.bias)
+    )
+
+
+def load_params(config: LlavaVision, tensors: dict[str, Tensor]) -> LlavaParams:
+    return LlavaParams(
+        tower=vit_params(config.tower, tensors),
+        first=affine_of(tensors, "multi_modal_projector.linear_1"),
+        second=affine_of(tensors, "multi_modal_projector.linear_2"),
+    )
+
+
+def item(config: LlavaVision, processed: Tensors) -> Tensors:
+    """One image's pixels: float [channels, S, S]."""
+    return {"pixel_values": square_pixels(config.tower, processed["pixel_values"])[0]}
+
+
+def square_pixels(tower: VitConfig, pixels: Tensor) -> Tensor:
+    """The pixels themselves, [..., channels, S, S]; RequestError for another size."""
+    wanted = (tower.num_channels, tower.image_size, tower.image_size)
+    if pixels.shape[-3:] != wanted:
+        raise RequestError(
+            f"the image processor made pixels of shape {tuple(pixels.shape[-3:])}, but the vision "
+            f"tower takes {wanted}: its options for size and crop must leave that"
+        )
+    return pixels
+
+
+def placeholder(config: LlavaVision, item: Tensors) -> tuple[np.ndarray, None]:
+    return marker_ids(config.marker, config.num_rows), None
+
+
+def encode(params: LlavaParams, config: LlavaVision, items: Sequence[Tensors]) -> list[Tensor]:
+    def stack(items: Sequence[Tensors]) -> Tensor:
+        return features(params, config, torch.stack([item["pixel_values"] for item in items]))
+
+    return in_stacks(items, stack)
+
+
+def features(params: LlavaParams, config: LlavaVision, pixels_BCSS: Tensor) -> Tensor:
+    """The projected rows of square images: [B, E, D]."""
+    pixels_BCSS = pixels_BCSS.to(params.first.weight_OD)
+    x = vit(params.tower, config.tower, pixels_BCSS)[:, int(config.drop_first) :]
+    return affine(ACTIVATIONS[config.activation](affine(x, params.first)), params.second)
+
+
+def largest(config: LlavaVision, settings: Mapping[str, Any]) -> Tensors:
+    side = config.tower.image_size
+    return {"pixel_values": torch.zeros(config.tower.num_channels, side, side)}
+
+
+LLAVA = VisionFamily(
+    read_config=read_config,
+    shapes=shapes,
+    unread=UNREAD,
+    load_params=load_params,
+    marker=lambda config: config.marker,
+    item=item,
+    placeholder=placeholder,
+    encode=encode,
+    grid=lambda config, item: None,
+    merge=lambda config: 0,
+    largest=largest,
+)

@@ -1,0 +1,158 @@
+"""Qwen2-VL: a tower for pictures of any size, whose patches turn by row and column.
+
+B items, T steps in time, L patches of one step, D width, N heads, H head size, E rows.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from purestep.models import qwen_patches
+from purestep.models.qwen_patches import Patches, attend, block_order, grid_of, rotary, turned
+from purestep.models.vision import Shapes, Tensors, VisionFamily, in_stacks
+from purestep.models.vit import (
+    ACTIVATIONS,
+    Affine,
+    affine,
+    affine_of,
+    affine_shapes,
+    known_activation,
+    layer_norm,
+)
+from purestep.state.pytree import tree
+
+EPS = 1e-6  # of every norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Qwen2Vision:
+    patches: Patches
+    num_layers: int
+    width: int
+    intermediate_size: int
+    num_heads: int
+    activation: str
+    hidden_size: int  # of the language model
+    marker: int
+
+    @property
+    def merge_size(self) -> int:
+        return self.patches.merge_size
+
+
+@tree
+class Qwen2Layer:
+    norm1: Affine
+    qkv: Affine
+    out: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+
+
+@tree
+class Qwen2VisionParams:
+    patch_DP: Tensor
+    layers: tuple[Qwen2Layer, ...]
+    merge_norm: Affine
+    merge_up: Affine
+    merge_down: Affine
+
+
+def read_config(hf: PretrainedConfig) -> Qwen2Vision:
+    """Raises CheckpointError for what is not supported."""
+    vision = hf.vision_config
+    return Qwen2Vision(
+        patches=qwen_patches.read_patches(vision),
+        num_layers=vision.depth,
+        width=vision.embed_dim,
+        intermediate_size=int(vision.embed_dim * vision.mlp_ratio),
+        num_heads=vision.num_heads,
+        activation=known_activation(vision.hidden_act),
+        hidden_size=vision.hidden_size,
+        marker=hf.image_token_id,
+    )
+
+
+def shapes(config: Qwen2Vision) -> Shapes:
+    D, wide, p = config.width, config.intermediate_size, config.patches
+    cube = (p.num_channels, p.temporal_size, p.patch_size, p.patch_size)
+    found: Shapes = {"visual.patch_embed.proj.weight": (D, *cube)}
+    for i in range(config.num_layers):
+        block = f"visual.blocks.{i}"
+        found |= affine_shapes(f"{block}.norm1", D) | affine_shapes(f"{block}.norm2", D)
+        found |= affine_shapes(f"{block}.attn.qkv", 3 * D, D)
+        found |= affine_shapes(f"{block}.attn.proj", D, D)
+        found |= affine_shapes(f"{block}.mlp.fc1", wide, D)
+        found |= affine_shapes(f"{block}.mlp.fc2", D, wide)
+    block = D * config.merge_size**2
+    found |= affine_shapes("visual.merger.ln_q", D)
+    found |= affine_shapes("visual.merger.mlp.0", block, block)
+    return found | affine_shapes("visual.merger.mlp.2", config.hidden_size, block)
+
+
+def load_params(config: Qwen2Vision, tensors: dict[str, Tensor]) -> Qwen2VisionParams:
+    def layer(i: int) -> Qwen2Layer:
+        names = ("norm1", "attn.qkv", "attn.proj", "norm2", "mlp.fc1", "mlp.fc2")
+        fields = ("norm1", "qkv", "out", "norm2", "up", "down")
+        parts = [affine_of(tensors, f"visual.blocks.{i}.{name}") for name in names]
+        return Qwen2Layer(**dict(zip(fields, parts, strict=True)))
+
+    return Qwen2VisionParams(
+        patch_DP=tensors["visual.patch_embed.proj.weight"].flatten(1),
+        layers=tuple(layer(i) for i in range(config.num_layers)),
+        merge_norm=affine_of(tensors, "visual.merger.ln_q"),
+        merge_up=affine_of(tensors, "visual.merger.mlp.0"),
+        merge_down=affine_of(tensors, "visual.merger.mlp.2"),
+    )
+
+
+def encode(
+    params: Qwen2VisionParams, config: Qwen2Vision, items: Sequence[Tensors]
+) -> list[Tensor]:
+    def stack(items: Sequence[Tensors]) -> Tensor:
+        pixels = torch.stack([item["pixel_values"] for item in items])
+        return features(params, config, pixels, grid_of(items[0]))
+
+    return in_stacks(items, stack)
+
+
+def features(
+    params: Qwen2VisionParams, config: Qwen2Vision, pixels_BTLP: Tensor, grid: tuple[int, int, int]
+) -> Tensor:
+    """Rows of items of one grid: [B, E, D]. Each step in time is a sequence of its own."""
+    t, h, w = grid
+    pixels = pixels_BTLP.to(params.patch_DP).unflatten(1, (t, h * w)).flatten(0, 1)
+    h_BLD = F.linear(pixels, params.patch_DP)
+    row_L, column_L = block_order(config.patches, h, w, h_BLD.device)
+    turn = rotary(config.patches, config.width // config.num_heads, row_L, column_L)
+    for layer in params.layers:
+        x_BLD = layer_norm(h_BLD, layer.norm1, EPS)
+        qkv = affine(x_BLD, layer.qkv).unflatten(-1, (3, config.num_heads, -1))
+        q_BLNH, k_BLNH, v_BLNH = qkv.unbind(2)
+        o_BLD = attend(turned(q_BLNH, turn), turned(k_BLNH, turn), v_BLNH)
+        h_BLD = h_BLD + affine(o_BLD, layer.out)
+        x = affine(layer_norm(h_BLD, layer.norm2, EPS), layer.up)
+        h_BLD = h_BLD + affine(ACTIVATIONS[config.activation](x), layer.down)
+    x = layer_norm(h_BLD, params.merge_norm, EPS)
+    x = x.reshape(len(pixels_BTLP), -1, config.width * config.merge_size**2)
+    return affine(F.gelu(affine(x, params.merge_up)), params.merge_down)
+
+
+QWEN2_VL = VisionFamily(
+    read_config=read_config,
+    shapes=shapes,
+    unread="(?!)",
+    load_params=load_params,
+    marker=lambda config: config.marker,
+    item=lambda config, processed: qwen_patches.item(config.patches, processed),
+    placeholder=lambda config, item: qwen_patches.placeholder(config.marker, config.patches, item),
+    encode=encode,
+    grid=lambda config, item: grid_of(item),
+    merge=lambda config: config.merge_size,
+    largest=lambda config, settings: qwen_patches.largest(config.patches, settings),
+)

@@ -1,0 +1,215 @@
+"""CLIP's and SigLIP's vision towers: plain transformers over the patches of square images.
+
+B images, S their side, L tokens of one (patches, with CLIP a class token before them), D width,
+N heads, H head size, F MLP width, P values of a patch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from purestep.models.vision import Shapes
+from purestep.state.errors import CheckpointError
+from purestep.state.pytree import tree
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
+    "gelu": F.gelu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "relu": F.relu,
+    "silu": F.silu,
+}
+UNREAD = (  # the layers above the one whose states are taken, and what pools them
+    r"vision_tower\.(?:encoder\.layers\.\d+|post_layernorm|head)\..+"
+    r"|vision_tower\.embeddings\.position_ids"
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VitConfig:
+    class_token: bool  # CLIP: a class token, a norm before the layers, no bias on the patches
+    taken: tuple[int, ...]  # the hidden states handed out, side by side; 0 is what the layers get
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_channels: int
+    image_size: int
+    patch_size: int
+    norm_eps: float
+    activation: str
+
+    @property
+    def num_tokens(self) -> int:
+        return (self.image_size // self.patch_size) ** 2 + self.class_token
+
+    @property
+    def num_layers(self) -> int:
+        """Layers that are run."""
+        return max(self.taken)
+
+
+@tree
+class Affine:
+    weight_OD: Tensor
+    bias_O: Tensor | None
+
+
+@tree
+class VitLayer:
+    norm1: Affine
+    qkv: Affine  # q, k, v
+    out: Affine
+    norm2: Affine
+    up: Affine
+    down: Affine
+
+
+@tree
+class VitParams:
+    class_D: Tensor | None
+    patch: Affine  # [D, P]
+    position_LD: Tensor
+    norm: Affine | None
+    layers: tuple[VitLayer, ...]
+
+
+def vit_config(hf: PretrainedConfig, taken: int | list[int]) -> VitConfig:
+    """The geometry of a tower of which the hidden states `taken` are wanted, counted as
+    transformers does, from the end too. Raises CheckpointError for another kind of tower."""
+    if hf.model_type not in ("clip_vision_model", "siglip_vision_model"):
+        raise CheckpointError(
+            f"vision tower {hf.model_type!r} is not supported, only clip_vision_model and "
+            "siglip_vision_model"
+        )
+    states = hf.num_hidden_layers + 1
+    chosen = [taken] if isinstance(taken, int) else taken
+    if not chosen or any(not -states <= i < states for i in chosen):
+        raise CheckpointError(
+            f"vision_feature_layer={taken} must name some of the {states} hidden states"
+        )
+    if not isinstance(hf.image_size, int) or not isinstance(hf.patch_size, int):
+        raise CheckpointError(
+            f"image_size {hf.image_size} and patch_size {hf.patch_size} of the vision tower must "
+            "be integers"
+        )
+    return VitConfig(
+        class_token=hf.model_type == "clip_vision_model",
+        taken=tuple(i % states for i in chosen),
+        hidden_size=hf.hidden_size,
+        intermediate_size=hf.intermediate_size,
+        num_heads=hf.num_attention_heads,
+        num_channels=hf.num_channels,
+        image_size=hf.image_size,
+        patch_size=hf.patch_size,
+        norm_eps=hf.layer_norm_eps,
+        activation=known_activation(hf.hidden_act),
+    )
+
+
+def known_activation(name: str) -> str:
+    """The name itself. Raises CheckpointError for one that is not in ACTIVATIONS."""
+    if name not in ACTIVATIONS:
+        raise CheckpointError(
+            f"activation {name!r} of the vision tower is not supported, only "
+            f"{', '.join(ACTIVATIONS)}"
+        )
+    return name
+
+
+def vit_shapes(config: VitConfig) -> Shapes:
+    D, wide, p = config.hidden_size, config.intermediate_size, config.patch_size
+    shapes: Shapes = {
+        "vision_tower.embeddings.patch_embedding.weight": (D, config.num_channels, p, p),
+        "vision_tower.embeddings.position_embedding.weight": (config.num_tokens, D),
+    }
+    if config.class_token:
+        shapes["vision_tower.embeddings.class_embedding"] = (D,)
+        shapes |= affine_shapes("vision_tower.pre_layrnorm", D)
+    else:
+        shapes["vision_tower.embeddings.patch_embedding.bias"] = (D,)
+    for i in range(config.num_layers):
+        layer = f"vision_tower.encoder.layers.{i}"
+        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
+            shapes |= affine_shapes(f"{layer}.self_attn.{name}", D, D)
+        shapes |= affine_shapes(f"{layer}.layer_norm1", D)
+        shapes |= affine_shapes(f"{layer}.layer_norm2", D)
+        shapes |= affine_shapes(f"{layer}.mlp.fc1", wide, D)
+        shapes |= affine_shapes(f"{layer}.mlp.fc2", D, wide)
+    return shapes
+
+
+def affine_shapes(name: str, *size: int, bias: bool = True) -> Shapes:
+    return {f"{name}.weight": size} | ({f"{name}.bias": size[:1]} if bias else {})
+
+
+def vit_params(config: VitConfig, tensors: dict[str, Tensor]) -> VitParams:
+    """Consumes the tower's tensors, so that no part of a stacked linear is held for longer."""
+
+    def layer(i: int) -> VitLayer:
+        root = f"vision_tower.encoder.layers.{i}"
+        return VitLayer(
+            norm1=affine_of(tensors, f"{root}.layer_norm1"),
+            qkv=affine_of(tensors, *(f"{root}.self_attn.{x}_proj" for x in "qkv")),
+            out=affine_of(tensors, f"{root}.self_attn.out_proj"),
+            norm2=affine_of(tensors, f"{root}.layer_norm2"),
+            up=affine_of(tensors, f"{root}.mlp.fc1"),
+            down=affine_of(tensors, f"{root}.mlp.fc2"),
+        )
+
+    patch = affine_of(tensors, "vision_tower.embeddings.patch_embedding")
+    return VitParams(
+        class_D=tensors.pop("vision_tower.embeddings.class_embedding", None),
+        patch=Affine(weight_OD=patch.weight_OD.flatten(1), bias_O=patch.bias_O),
+        position_LD=tensors.pop("vision_tower.embeddings.position_embedding.weight"),
+        norm=affine_of(tensors, "vision_tower.pre_layrnorm") if config.class_token else None,
+        layers=tuple(layer(i) for i in range(config.num_layers)),
+    )
+
+
+def affine_of(tensors: dict[str, Tensor], *names: str) -> Affine:
+    """The linears or norms of these names, stacked along the output."""
+    weights = [tensors.pop(f"{name}.weight") for name in names]
+    biases = [bias for name in names if (bias := tensors.pop(f"{name}.bias", None)) is not None]
+    if len(names) == 1:
+        return Affine(weight_OD=weights[0], bias_O=biases[0] if biases else None)
+    return Affine(weight_OD=torch.cat(weights), bias_O=torch.cat(biases) if biases else None)
+
+
+def vit(params: VitParams, config: VitConfig, pixels_BCSS: Tensor) -> Tensor:
+    """The taken hidden states of every token: [B, L, D * how many are taken]."""
+    g, p = config.image_size // config.patch_size, config.patch_size
+    pixels = pixels_BCSS[:, :, : g * p, : g * p].unflatten(3, (g, p)).unflatten(2, (g, p))
+    patches_BLP = pixels.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), g * g, -1)
+    h_BLD = affine(patches_BLP, params.patch)
+    if params.class_D is not None:
+        h_BLD = torch.cat((params.class_D.expand(len(h_BLD), 1, -1), h_BLD), dim=1)
+    h_BLD = h_BLD + params.position_LD
+    if params.norm is not None:
+        h_BLD = layer_norm(h_BLD, params.norm, config.norm_eps)
+    states = [h_BLD]
+    for layer in params.layers:
+        states.append(vit_layer(layer, config, states[-1]))
+    return torch.cat([states[i] for i in config.taken], dim=-1)
+
+
+def vit_layer(layer: VitLayer, config: VitConfig, h_BLD: Tensor) -> Tensor:
+    x_BLD = layer_norm(h_BLD, layer.norm1, config.norm_eps)
+    qkv = affine(x_BLD, layer.qkv).unflatten(-1, (3, config.num_heads, -1))
+    q_BNLH, k_BNLH, v_BNLH = qkv.permute(2, 0, 3, 1, 4)
+    o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH)
+    h_BLD = h_BLD + affine(o_BNLH.transpose(1, 2).flatten(2), layer.out)
+    x_BLD = layer_norm(h_BLD, layer.norm2, config.norm_eps)
+    x_BLF = ACTIVATIONS[config.activation](affine(x_BLD, layer.up))
+    return h_BLD + affine(x_BLF, layer.down)
+
+
+def affine(x: Tensor, w: Affine) -> Tensor:
+    return F.linear(x, w.weight_OD, w.bias_O)
+
+
+def layer_norm(x: Tensor, w: Affine, eps: float) -> Tensor:
+    return F.layer_norm(x, x.shape[-1:], w.weight_OD, w.bias_O, eps)

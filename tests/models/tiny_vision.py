@@ -1,0 +1,311 @@
+"""Tiny random vision-language checkpoints, and what transformers says about them.
+
+E rows of an item, L tokens of a prompt, V vocabulary, D hidden size.
+"""
+
+import copy
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from tempfile import mkdtemp
+from typing import Any
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor
+from transformers import (
+    AutoImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaNextConfig,
+    LlavaNextForConditionalGeneration,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen2_5_VLConfig,
+    Qwen2_5_VLForConditionalGeneration,
+    Qwen2VLConfig,
+    Qwen2VLForConditionalGeneration,
+    SiglipVisionConfig,
+)
+
+from purestep.models.checkpoint import load_checkpoint, load_vision
+from purestep.models.config import ModelConfig
+from purestep.models.decoder import Params, forward, logits
+from purestep.models.vision import Tensors, Vision
+from purestep.state.batch import Batch
+from purestep.state.mrope import mrope_positions
+from tests.models.tiny import SIZES, randomised
+
+MARKER = 127
+SIDE, PATCH = 56, 14
+TOWER: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "image_size": SIDE,
+    "patch_size": PATCH,
+}
+CROPPED = {"size": {"shortest_edge": SIDE}, "crop_size": {"height": SIDE, "width": SIDE}}
+CLIP = {"image_processor_type": "CLIPImageProcessor", **CROPPED}
+SIGLIP = {"image_processor_type": "SiglipImageProcessor", "size": {"height": SIDE, "width": SIDE}}
+
+
+GRIDS = [[56, 112], [112, 56], [112, 112], [168, 56], [56, 168]]
+TILED = {
+    "image_processor_type": "LlavaNextImageProcessor",
+    **CROPPED,
+    "image_grid_pinpoints": GRIDS,
+}
+MROPE = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [1, 2, 1]}
+QWEN = {
+    "image_processor_type": "Qwen2VLImageProcessor",
+    "min_pixels": 56 * 56,
+    "max_pixels": 28 * 28 * 40,
+}
+
+
+QWEN2_TOWER = {"depth": 2, "embed_dim": 32, "hidden_size": 32, "num_heads": 4, "mlp_ratio": 2}
+# A window is 3 x 3 rows, and layer 1 sees the whole picture.
+QWEN25_TOWER = {
+    "depth": 3,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "window_size": 84,
+    "fullatt_block_indexes": [1],
+}
+
+
+def qwen(config_class: type, tower: dict[str, Any], **text: Any) -> PretrainedConfig:
+    return config_class(
+        text_config={**SIZES, "rope_parameters": MROPE, **text},
+        vision_config=tower,
+        image_token_id=MARKER,
+        video_token_id=126,
+        vision_start_token_id=125,
+        vision_end_token_id=124,
+        tie_word_embeddings=text.get("tie_word_embeddings", False),
+    )
+
+
+def llava(
+    vision: PretrainedConfig, config_class: type = LlavaConfig, **fields: Any
+) -> PretrainedConfig:
+    return config_class(
+        vision_config=vision, text_config=LlamaConfig(**SIZES), image_token_index=MARKER, **fields
+    )
+
+
+def next_config(vision: PretrainedConfig, **fields: Any) -> LlavaNextConfig:
+    return llava(vision, LlavaNextConfig, image_grid_pinpoints=GRIDS, **fields)
+
+
+@cache
+def kinds() -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig, dict[str, Any]]]:
+    """Model class, its config, and the image processor's settings."""
+    clip, siglip = CLIPVisionConfig(**TOWER), SiglipVisionConfig(**TOWER, vision_use_head=False)
+    several = {"vision_feature_layer": [-2, 1], "vision_feature_select_strategy": "full"}
+    bare = {"multimodal_projector_bias": False, "vision_feature_layer": -1}
+    whole = {"vision_feature_select_strategy": "full", "vision_feature_layer": -1}
+    return {
+        "llava": (LlavaForConditionalGeneration, llava(clip), CLIP),
+        "llava-layers": (LlavaForConditionalGeneration, llava(clip, **several), CLIP),
+        "llava-bare": (LlavaForConditionalGeneration, llava(clip, **bare), CLIP),
+        "llava-siglip": (LlavaForConditionalGeneration, llava(siglip, **whole), SIGLIP),
+        "llava_next": (LlavaNextForConditionalGeneration, next_config(clip), TILED),
+        "llava_next-siglip": (
+            LlavaNextForConditionalGeneration,
+            next_config(siglip, vision_feature_select_strategy="full"),
+            TILED,
+        ),
+        "qwen2_vl": (Qwen2VLForConditionalGeneration, qwen(Qwen2VLConfig, QWEN2_TOWER), QWEN),
+        "qwen2_vl-tied": (
+            Qwen2VLForConditionalGeneration,
+            qwen(
+                Qwen2VLConfig,
+                QWEN2_TOWER,
+                tie_word_embeddings=True,
+                use_sliding_window=True,
+                sliding_window=6,
+                max_window_layers=1,
+            ),
+            QWEN,
+        ),
+        "qwen2_5_vl": (
+            Qwen2_5_VLForConditionalGeneration,
+            qwen(Qwen2_5_VLConfig, QWEN25_TOWER),
+            QWEN,
+        ),
+    }
+
+
+@dataclass(frozen=True, kw_only=True)
+class Loaded:
+    folder: Path
+    oracle: Any
+    processor: Any
+    config: ModelConfig
+    params: Params
+    vision: Vision
+
+    @property
+    def marker(self) -> int:
+        return self.vision.family.marker(self.vision.config)
+
+    def item(self, image: Image.Image) -> Tensors:
+        return self.vision.family.item(
+            self.vision.config, self.processor(images=image, return_tensors="pt")
+        )
+
+    def count(self, item: Tensors) -> int:
+        ids, is_embed = self.vision.family.placeholder(self.vision.config, item)
+        assert is_embed is None
+        assert (ids == self.marker).all()
+        assert ids.dtype == np.int32
+        return len(ids)
+
+    @torch.inference_mode()
+    def encode(self, items: Sequence[Tensors]) -> list[Tensor]:
+        return self.vision.family.encode(self.vision.params, self.vision.config, items)
+
+
+@cache
+def saved(kind: str) -> tuple[Path, PreTrainedModel]:
+    """A checkpoint's folder as transformers saves it, and the model."""
+    model_class, config, processor = kinds()[kind]
+    folder = Path(mkdtemp(prefix="purestep-test-"))
+    model = randomised(lambda: model_class(copy.deepcopy(config)), seed=0)
+    model.save_pretrained(folder)
+    (folder / "preprocessor_config.json").write_text(json.dumps(processor))
+    return folder, model
+
+
+@cache
+def load(kind: str) -> Loaded:
+    folder, oracle = saved(kind)
+    config, params, _ = load_checkpoint(folder, dtype=torch.float32)
+    found = load_vision(folder, dtype=torch.float32)
+    assert found is not None
+    return Loaded(
+        folder=folder,
+        oracle=oracle,
+        processor=AutoImageProcessor.from_pretrained(folder),
+        config=config,
+        params=params,
+        vision=found[0],
+    )
+
+
+def picture(width: int, height: int, seed: int = 0) -> Image.Image:
+    """A smooth colourful image with some noise, so that every pixel counts."""
+    source = np.random.default_rng(seed + 1000 * width + height)
+    y, x = np.mgrid[:height, :width] / max(width, height)
+    waves = [np.sin(7 * (x * a + y * b) + c) for a, b, c in source.uniform(-2, 2, (3, 3))]
+    noisy = np.stack(waves, -1) * 100 + 128 + source.uniform(-20, 20, (height, width, 3))
+    return Image.fromarray(noisy.clip(0, 255).astype(np.uint8))
+
+
+Part = Image.Image | Sequence[int]  # of a prompt: a picture, or text
+
+
+@torch.inference_mode()
+def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, list[Tensor]]:
+    """transformers' word on a prompt: ids, logits [L, V], and the rows of its images. Its models
+    refuse ids in which the number of markers is not the number of rows."""
+    images = [part for part in parts if isinstance(part, Image.Image)]
+    given = dict(model.processor(images=images, return_tensors="pt")) if images else {}
+    rows = list(model.oracle.model.get_image_features(**given).pooler_output) if images else []
+    lengths = iter(map(len, rows))
+    ids = [
+        token
+        for part in parts
+        for token in (
+            [model.marker] * next(lengths) if isinstance(part, Image.Image) else list(part)
+        )
+    ]
+    tokens = torch.tensor([ids])
+    if images and model.config.rope.sections:
+        given["mm_token_type_ids"] = (tokens == model.marker).int()
+    return ids, model.oracle(input_ids=tokens, **given).logits[0], rows
+
+
+@torch.inference_mode()
+def computed(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, list[Tensor]]:
+    """The same, by this library: each picture processed alone, all encoded together, the rows put
+    over the markers' embeddings."""
+    images = [part for part in parts if isinstance(part, Image.Image)]
+    items = [model.item(image) for image in images]
+    rows = model.encode(items)
+    ids: list[int] = []
+    places: list[int] = []
+    media = []
+    left = iter(items)
+    for part in parts:
+        if isinstance(part, Image.Image):
+            item = next(left)
+            count = model.count(item)
+            grid = model.vision.family.grid(model.vision.config, item)
+            media.append((len(ids), grid))
+            places += range(len(ids), len(ids) + count)
+            ids += [model.marker] * count
+        else:
+            ids += part
+    positions = None
+    if model.config.rope.sections:
+        found, _ = mrope_positions(len(ids), media, model.vision.config.merge_size)
+        positions = torch.from_numpy(found).long()
+    batch = one_row(ids, positions)
+    config = model.config
+    pages = torch.full((2, len(ids), 1, config.num_kv_heads, config.head_dim), float("nan"))
+    embeds = (torch.tensor(places), torch.cat(rows)) if rows else None
+    hidden = forward(
+        model.params,
+        None,
+        [pages.clone() for _ in range(config.num_layers)],
+        batch,
+        config,
+        embeds=embeds,
+    )
+    return ids, logits(model.params, hidden, batch.logits_index_S), rows
+
+
+def one_row(ids: Sequence[int], positions: Tensor | None = None) -> Batch:
+    """A whole prompt in one step, on blocks of one token."""
+    L = len(ids)
+    return Batch(
+        token_T=torch.tensor(ids),
+        position_T=torch.arange(L),
+        kv_index_T=torch.arange(L),
+        query_start_R1=torch.tensor([0, L], dtype=torch.int32),
+        context_len_R=torch.tensor([L], dtype=torch.int32),
+        block_table_RM=torch.arange(L, dtype=torch.int32)[None],
+        logits_index_S=torch.arange(L),
+        lora=None,
+        position_3T=positions,
+    )
+
+
+def assert_same_answers(model: Loaded, parts: Sequence[Part]) -> None:
+    """Ids, rows and logits of a prompt are those of transformers."""
+    want_ids, want_LV, want_rows = expected(model, parts)
+    ids, got_LV, rows = computed(model, parts)
+    assert ids == want_ids
+    assert [len(r) for r in rows] == [len(r) for r in want_rows]
+    for got, want in zip(rows, want_rows, strict=True):
+        torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
+        assert got.untyped_storage().nbytes() == got.nbytes, "the rows own their memory"
+    torch.testing.assert_close(got_LV, want_LV, atol=1e-4, rtol=1e-4)
+
+
+def assert_depends_on_pixels(model: Loaded, image: Image.Image) -> None:
+    """The answer is about the picture: another one moves the logits by far more than 1e-4."""
+    other = Image.fromarray(255 - np.asarray(image))
+    one, two = (computed(model, [[3, 4], picture, [5]])[1][-1] for picture in (image, other))
+    assert (one - two).abs().max() > 0.01
