@@ -15,7 +15,7 @@ from purestep.engine.adapters import (
 )
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
-from purestep.engine.execute import execute
+from purestep.engine.execute import execute, launch, wait
 from purestep.engine.fork import fork
 from purestep.engine.generate import generate
 from purestep.engine.graphs import warm_up
@@ -27,9 +27,9 @@ from purestep.engine.program import Program, init, load_program, make_program
 from purestep.engine.recording import begin_recording, record, replay
 from purestep.engine.renewal import adopt, flush, with_weights
 from purestep.engine.requests import abort, branch, submit
-from purestep.engine.schedule import schedule
+from purestep.engine.schedule import plan_ahead, schedule
 from purestep.engine.snapshot import restore, snapshot
-from purestep.engine.step import recover, step
+from purestep.engine.step import recover, step, step_ahead
 from purestep.state.canonical import digest
 from purestep.state.engine import DeviceState, EngineState, HostState, progress
 from purestep.state.media import Feature
@@ -86,6 +86,7 @@ __all__ = [
     "fork",
     "generate",
     "init",
+    "launch",
     "list_adapters",
     "load_adapter",
     "load_adapter_tensors",
@@ -93,6 +94,7 @@ __all__ = [
     "logprob_dicts",
     "make_program",
     "pin_adapter",
+    "plan_ahead",
     "prepare",
     "prepare_cached",
     "progress",
@@ -106,9 +108,11 @@ __all__ = [
     "schedule",
     "snapshot",
     "step",
+    "step_ahead",
     "submit",
     "unload_adapter",
     "unpin_adapter",
+    "wait",
     "warm_up",
     "with_weights",
 ]

@@ -136,6 +136,7 @@ class _Queue:
         del self.counts[None]
         self._config, self._host, self._order = config, host, order
         self._running, self._draft, self._out = running, draft, out
+        self._flying = {p.version for plan in host.in_flight for p in plan.residents}
         self._by_arrival = order.waiting is host.waiting
         self._rest = enumerate(order.waiting)
         users = host.adapters.users
@@ -233,7 +234,7 @@ class _Queue:
             return None if version in promised else ()
         if others and not mine:
             return None
-        taken = self.counts.keys() | promised
+        taken = self.counts.keys() | self._flying | promised
         choices = [victims_for(ledger, version, spared) for spared in (taken | self._soon(), taken)]
         due = (promise for promise in mine if taken.isdisjoint(promise.victims))
         choices += [promised_victims(ledger, promise) for promise in due]

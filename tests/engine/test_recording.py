@@ -140,7 +140,7 @@ def test_a_recording_may_begin_at_any_state() -> None:
     begin_recording(tape, state)
     state, _ = record(tape, step, program, state)
     lines = tape.getvalue().splitlines()
-    assert len(lines) == 2
+    assert len(lines) == 3
     elsewhere = replace(program.config, device="cuda")
     assert digest(replay(elsewhere, lines)) == digest(state.host)
 

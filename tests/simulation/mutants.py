@@ -14,20 +14,26 @@ from dataclasses import dataclass
 import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
-from purestep.engine.commit import _next_digest
+from purestep.engine.commit import _filled_blocks, _next_digest, _without
 from purestep.engine.encoding import Encoding, settled
 from purestep.engine.media import plan_positions
-from purestep.engine.planning import _sampling, _slots, _step_tokens, make_plan
+from purestep.engine.planning import _gathered, _sampling, _slots, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
 from purestep.engine.renewal import _rebound, _recomputed
 from purestep.engine.requests import _child, abort_host
-from purestep.engine.schedule import _make_room, schedule
-from purestep.engine.step import without_overwritten
+from purestep.engine.schedule import (
+    _lengthened,
+    _make_room,
+    _serve_running,
+    _served,
+    schedule,
+)
+from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import EncoderLedger, hold
-from purestep.state.engine import completed_record, make_row
+from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
 from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
 
@@ -105,9 +111,9 @@ MUTANTS = (
     mutant("a block stays findable once reallocated", BlockDraft._pop, "self.forget(block)", ""),
     mutant(
         "the copy of a branch's block is forgotten",
-        make_plan,
-        "copies=host.copies",
-        "copies=()",
+        schedule,
+        "copies=copies,",
+        "copies=(),",
     ),
     mutant(
         "a preempted request keeps a block too many as computed",
@@ -132,7 +138,91 @@ MUTANTS = (
         schedule,
         "draft = BlockDraft(host.blocks)",
         "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
-        (schedule, "draft.release([source])", "pass"),
+        (schedule, "for source, _ in copies]", "for source, _ in ()]"),
+    ),
+    mutant(
+        "blocks of a row that leaves are free while a plan in flight uses them",
+        released,
+        "if step is None:",
+        "if True:",
+    ),
+    mutant(
+        "an unknown id is taken from the row beside",
+        _gathered,
+        "drawn_R[rows]",
+        "np.roll(drawn_R[rows], 1)",
+    ),
+    mutant(
+        "a stopped row's token is kept: the next request of its name gets it",
+        plan_places,
+        "row_of.pop(key, None)",
+        "pass",
+    ),
+    mutant(
+        "a row that stops is planned on and told twice",
+        _without,
+        "rows=take_rows(rows, np.flatnonzero(stays)),",
+        "rows=rows,",
+    ),
+    mutant(
+        "a block is findable before its last id is known",
+        _serve_running,
+        "& (drawn_R < 0)",
+        "",
+    ),
+    mutant(
+        "a block that is filled in flight gets another block's key",
+        _filled_blocks,
+        "length // config.block_size - 1",
+        "length // config.block_size - 2",
+    ),
+    mutant(
+        "an adapter that a plan in flight reads is evicted",
+        _Queue._victims,
+        "self.counts.keys() | self._flying",
+        "self.counts.keys()",
+    ),
+    mutant(
+        "an adapter that was dropped while a plan in flight reads it leaves its place",
+        _lengthened,
+        "for place in flying.residents:",
+        "for place in ():",
+    ),
+    mutant(
+        "a row is planned beyond its last token",
+        _served,
+        "service = service[~ending_R[service]]",
+        "pass",
+    ),
+    mutant(
+        "a penalty does not count the token in flight",
+        _lengthened,
+        "drawn & rows.edited_R &",
+        "drawn & False &",
+    ),
+    mutant(
+        "rows are preempted while a plan in flight uses their blocks",
+        _make_room,
+        "if needed > draft.num_free and host.in_flight:",
+        "if False:",
+    ),
+    mutant(
+        "what a lost step should have written is still found",
+        without_flown,
+        "draft.forget(block)",
+        "pass",
+    ),
+    mutant(
+        "an adapter that a lost step should have uploaded counts as there",
+        without_flown,
+        "adapters = evict(adapters, version)",
+        "pass",
+    ),
+    mutant(
+        "an end that a lost step should have told is forgotten",
+        without_flown,
+        "(*plan.ended, *host.ended)",
+        "host.ended",
     ),
     mutant(
         "a chain is released head first",
