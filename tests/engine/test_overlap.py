@@ -357,9 +357,9 @@ def test_generate_tells_the_same_either_way() -> None:
         for n in range(20)
     ]
     found = []
-    for overlap in (False, True, None):
+    for advance in (step, step_ahead, None):
         steps: list[Outputs] = []
-        done = generate(program, items, overlap=overlap, on_step=steps.append)
+        done = generate(program, items, advance=advance, on_step=steps.append)
         found.append({c.key: c.tokens.tolist() for c in done})
         numbers = [outputs.step for outputs in steps]
         assert numbers == list(range(len(numbers))), "each step is told once"
