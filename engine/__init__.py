@@ -13,6 +13,7 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.batch import BatchJob, run_batch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.execute import execute
@@ -47,6 +48,7 @@ __all__ = [
     "AdapterLoaded",
     "AdapterStatus",
     "BatchDescriptor",
+    "BatchJob",
     "Completion",
     "Config",
     "DeviceState",
@@ -94,6 +96,7 @@ __all__ = [
     "register_adapter",
     "replay",
     "restore",
+    "run_batch",
     "schedule",
     "snapshot",
     "step",
