@@ -13,6 +13,7 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.batch import BatchJob, run_batch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.execute import execute, launch, wait
@@ -50,6 +51,7 @@ __all__ = [
     "AdapterLoaded",
     "AdapterStatus",
     "BatchDescriptor",
+    "BatchJob",
     "Completion",
     "Config",
     "DeviceState",
@@ -105,6 +107,7 @@ __all__ = [
     "register_adapter",
     "replay",
     "restore",
+    "run_batch",
     "schedule",
     "snapshot",
     "step",
