@@ -19,7 +19,13 @@ from purestep.engine.dry_run import dry_program
 from purestep.engine.loader import folder_resolver
 from purestep.engine.memory import memory_summary
 from purestep.engine.memory_measure import Measured, measure
-from purestep.engine.memory_plan import Wishes, memory_plan, plan_table, read_model_config
+from purestep.engine.memory_plan import (
+    Wishes,
+    memory_plan,
+    plan_table,
+    read_model_config,
+    read_tower,
+)
 from purestep.engine.platform import resolve_device, resolve_dtype
 from purestep.engine.program import Program, load_program
 from purestep.state.adapters import ROW_BLOCK
@@ -194,6 +200,10 @@ def _add_plan(commands: Any) -> None:
         help="of a typical request, prompt and generated; by default the model's context",
     )  # fmt: skip
     batch.add_argument("--image-tokens", type=int, default=576, metavar="N", help="of one image")
+    batch.add_argument(
+        "--max-encoder-tokens", type=int, metavar="N",
+        help="embeddings made in one step, and kept; by default as in a program",
+    )  # fmt: skip
     batch.add_argument("--max-rows", type=int, default=64, metavar="N", help="running requests")
     batch.add_argument(
         "--max-batched-tokens", type=int, default=1024, metavar="N", help="computed in one step"
@@ -337,11 +347,12 @@ def plan_command(args: argparse.Namespace) -> int:
             image_tokens=args.image_tokens,
             max_rows=args.max_rows,
             max_batched_tokens=args.max_batched_tokens,
+            max_encoder_tokens=args.max_encoder_tokens,
             graph_rows=args.graph_rows,
             memory_bytes=args.memory,
             memory_share=args.memory_share,
         )
-        plan = memory_plan(model, wishes)
+        plan = memory_plan(model, wishes, read_tower(args.model))
         if args.measure:
             plan["measured"] = measured(args, wishes)
     except (PurestepError, OSError) as error:
@@ -364,6 +375,7 @@ def measured(args: argparse.Namespace, wishes: Wishes) -> Measured:
         max_active_adapters=max(wishes.max_adapters, 1),
         lora_rows=max(wishes.max_adapters, 1) * -(-wishes.rank // ROW_BLOCK) * ROW_BLOCK,
         lora_vocab=wishes.lora_vocab,
+        max_encoder_tokens=wishes.max_encoder_tokens,
     )
 
 

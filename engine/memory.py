@@ -137,6 +137,11 @@ def encoder_output_bytes(model: ModelConfig, num_embeds: int, itemsize: int) -> 
     return num_embeds * model.hidden_size * itemsize
 
 
+def encoder_cache_bytes(config: Config) -> int:
+    """Bytes of the outputs that a tower's steps keep; they are taken as they are made."""
+    return config.encoder_cache_tokens * config.encoder_row_bytes if config.vision else 0
+
+
 def activation_bytes(
     model: ModelConfig, num_tokens: int, num_rows: int, vocab: bool, tp: int = 1
 ) -> int:
@@ -152,30 +157,38 @@ def graph_bytes(model: ModelConfig, num_rows: int, vocab: bool, tp: int = 1) -> 
     return activation_bytes(model, num_rows, num_rows, vocab, tp) if num_rows else 0
 
 
-def choose_num_blocks(config: Config, num_blocks: int | None, kv_bytes: int | None) -> Config:
+def choose_num_blocks(
+    config: Config, num_blocks: int | None, kv_bytes: int | None, encoder_bytes: int = 0
+) -> Config:
     """The config with its number of KV blocks: given, or as many as `kv_bytes` hold, or automatic.
 
     Automatic on a CPU: `max_rows` requests of full context, at most a quarter of the available
     memory. On a GPU: nine tenths of the free memory, less the adapter rows and a reserve for
-    activations and graphs. Raises ConfigError where not even one block fits.
+    activations and graphs. On both the outputs that encoders keep are taken off before, and
+    `encoder_bytes`, the peak of encoding. Raises ConfigError where not even one block fits.
     """
     block = kv_block_bytes(config)
     if num_blocks is not None and kv_bytes is not None:
         raise ConfigError(f"num_blocks={num_blocks} and kv_bytes={kv_bytes}: give at most one")
     if num_blocks is None:
-        limit = _automatic_bytes(config) if kv_bytes is None else kv_bytes
+        limit = _automatic_bytes(config, encoder_bytes) if kv_bytes is None else kv_bytes
         wanted = config.max_rows * -(-config.max_context // config.block_size)
         num_blocks = min(limit // block, wanted) if kv_bytes is None else limit // block
         if num_blocks < 1:
-            raise ConfigError(f"kv_bytes={limit} hold no KV block of {block} bytes")
+            kept = encoder_cache_bytes(config)
+            raise ConfigError(
+                f"kv_bytes={limit} hold no KV block of {block} bytes"
+                + (f"; encoding takes {encoder_bytes}, what it keeps {kept}" if kept else "")
+            )
     return replace(config, num_blocks=num_blocks)
 
 
-def _automatic_bytes(config: Config) -> int:
+def _automatic_bytes(config: Config, encoder_bytes: int) -> int:
+    encoder_bytes += encoder_cache_bytes(config)
     if torch.device(config.device).type == "cpu":
-        return available_bytes() // 4
+        return (available_bytes() - encoder_bytes) // 4
     free, _ = torch.cuda.mem_get_info(config.device)
-    return int(free * 0.9) - rows_bytes(config) - reserve_bytes(config)
+    return int(free * 0.9) - rows_bytes(config) - reserve_bytes(config) - encoder_bytes
 
 
 def reserve_bytes(config: Config) -> int:
@@ -189,9 +202,12 @@ def memory_summary(config: Config) -> str:
     """One line for people: what the pool holds and what it takes."""
     kv = config.num_blocks * kv_block_bytes(config)
     vocab = vocab_rows_bytes(config) if config.lora_vocab else 0
+    media = encoder_cache_bytes(config)
+    images = f"; encoder outputs: {media / 2**20:.0f} MiB" if media else ""
     shared = f" ({vocab / 2**20:.0f} of it for embed_tokens and lm_head)" if vocab else ""
     return (
         f"KV pool: {config.num_blocks} blocks of {config.block_size} tokens, {kv / 2**20:.0f} MiB; "
         f"adapters: {config.lora_rows} rows for {config.max_active_adapters}, "
-        f"{rows_bytes(config) / 2**20:.0f} MiB{shared}; {config.dtype} on {config.device}"
+        f"{rows_bytes(config) / 2**20:.0f} MiB{shared}{images}; "
+        f"{config.dtype} on {config.device}"
     )

@@ -14,6 +14,7 @@ import torch
 
 from purestep.engine.adapters import load_adapter_tensors
 from purestep.engine.memory import itemsize_of, pool_bytes, reserve_bytes, weight_bytes
+from purestep.engine.memory_encoder import computed_bytes, measured_bytes, tower_bytes
 from purestep.engine.program import Program, init, load_program
 from purestep.engine.requests import submit
 from purestep.engine.step import step
@@ -34,8 +35,16 @@ def measure(path: str | os.PathLike, device: str, **options: Any) -> Measured:
     program = load_program(path, device=device, **options)
     config = program.config
     loaded = _taken(device)
-    weights = weight_bytes(config.model, itemsize_of(config.dtype))
+    itemsize, vision = itemsize_of(config.dtype), program.vision
+    weights = weight_bytes(config.model, itemsize)
+    if vision is not None:
+        weights += tower_bytes(vision.family, vision.config, itemsize)
     found: Measured = {"weights": (weights, loaded - before)}
+    if vision is not None and torch.device(device).type != "cpu":
+        settings = program.image_processor.call.to_dict() if program.image_processor else {}
+        items = vision.family.heaviest(vision.config, settings, config.max_encoder_tokens)
+        computed = computed_bytes(vision.family, vision.config, items, itemsize)
+        found["encoding"] = (computed, measured_bytes(vision, items, device))
     state = init(program)
     if torch.device(device).type != "cpu":
         found["pool"] = (pool_bytes(config, config.num_blocks), _taken(device) - loaded)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from purestep.engine.image_processor import load_image_processor
 from purestep.engine.memory import (
     activation_bytes,
     check_tp,
@@ -19,8 +20,10 @@ from purestep.engine.memory import (
     vocab_slot_bytes,
     weight_bytes,
 )
+from purestep.engine.memory_encoder import computed_bytes, most_embeds, tower_bytes
 from purestep.models.config import ModelConfig
-from purestep.models.families import model_config_from_hf
+from purestep.models.families import model_config_from_hf, vision_config_from_hf
+from purestep.models.vision import VisionFamily
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.errors import CheckpointError, ConfigError
 
@@ -40,13 +43,38 @@ class Wishes:
     image_tokens: int = 576
     max_rows: int = 64
     max_batched_tokens: int = 1024
+    max_encoder_tokens: int | None = None  # embeddings made in a step, and kept; None = as a
+    # program has it
     graph_rows: int = 0  # the largest batch of which decode steps are graphs
     memory_bytes: int | None = None  # of the card; None = nothing is said about what fits
     memory_share: float = 0.9  # of it that may be used
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tower:
+    """A multimodal model's encoder, as far as files say without its weights."""
+
+    family: VisionFamily
+    config: Any
+    settings: Mapping[str, Any]  # the image processor's
+
+
 def read_model_config(path: str | os.PathLike) -> ModelConfig:
     """The geometry of a checkpoint folder, or of a config.json alone. Raises CheckpointError."""
+    return model_config_from_hf(_read_config(path))
+
+
+def read_tower(path: str | os.PathLike) -> Tower | None:
+    """The same model's tower; None where it has none. Raises CheckpointError."""
+    found = vision_config_from_hf(_read_config(path))
+    if found is None:
+        return None
+    processor = load_image_processor(Path(path))
+    settings = {} if processor is None else processor.call.to_dict()
+    return Tower(family=found[0], config=found[1], settings=settings)
+
+
+def _read_config(path: str | os.PathLike) -> dict[str, Any]:
     file = Path(path)
     file = file / "config.json" if file.is_dir() else file
     try:
@@ -55,10 +83,10 @@ def read_model_config(path: str | os.PathLike) -> ModelConfig:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     if not isinstance(given, dict):
         raise CheckpointError(f"{file} holds no object")
-    return model_config_from_hf(given)
+    return given
 
 
-def memory_plan(model: ModelConfig, wishes: Wishes) -> dict[str, Any]:
+def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) -> dict[str, Any]:
     """Bytes on one card, by name; plain data for JSON. Raises ConfigError naming the option."""
     w = wishes
     check_tp(model, w.tp)
@@ -108,15 +136,35 @@ def memory_plan(model: ModelConfig, wishes: Wishes) -> dict[str, Any]:
         ),
         "graphs": graph_bytes(model, w.graph_rows, w.lora_vocab, w.tp),
     }  # fmt: skip
+    if tower is not None:
+        plan["encoder"] = _encoder(model, wishes, tower)
     if w.memory_bytes is not None:
         plan["fits"] = _fits(plan, w)
     return plan
+
+
+def _encoder(model: ModelConfig, wishes: Wishes, tower: Tower) -> dict[str, int]:
+    """What images take beside; every card holds all of it."""
+    family, geometry, itemsize = tower.family, tower.config, itemsize_of(wishes.dtype)
+    limit = wishes.max_encoder_tokens
+    if limit is None:
+        limit = max(wishes.max_batched_tokens, most_embeds(family, geometry, tower.settings))
+    items = family.heaviest(geometry, tower.settings, limit)
+    return {
+        "weights": tower_bytes(family, geometry, itemsize),
+        "largest_step": computed_bytes(family, geometry, items, itemsize),
+        "images": len(items),
+        "cache": encoder_output_bytes(model, limit, itemsize),
+        "embeddings": limit,
+    }
 
 
 def _fits(plan: Mapping[str, Any], wishes: Wishes) -> dict[str, Any]:
     """What the rest of the card's memory holds."""
     usable = int(wishes.memory_bytes * wishes.memory_share)
     taken = plan["weights"] + plan["adapters"]["total"] + plan["step"] + plan["graphs"]
+    if encoder := plan.get("encoder"):
+        taken += encoder["weights"] + encoder["largest_step"] + encoder["cache"]
     blocks = max(usable - taken, 0) // plan["kv"]["block"]
     tokens = blocks * wishes.block_size
     return {
@@ -166,6 +214,16 @@ def plan_table(plan: Mapping[str, Any], wishes: Wishes) -> str:
         ),
         ("CUDA graphs, estimate", plan["graphs"], f"up to {wishes.graph_rows} rows"),
     ]
+    if encoder := plan.get("encoder"):
+        rows += [
+            ("encoder weights", encoder["weights"], "on every card"),
+            (
+                "encoding in a step, estimate",
+                encoder["largest_step"],
+                f"of {encoder['images']} of the largest images",
+            ),
+            ("encoder outputs kept", encoder["cache"], f"{encoder['embeddings']:,} embeddings"),
+        ]
     if fits := plan.get("fits"):
         rows.append(("usable", fits["usable"], f"{wishes.memory_share:.0%} of the card"))
         if fits["missing"]:

@@ -14,6 +14,7 @@ from immutables import Map
 from purestep.engine.config import Config, check_config, initial_host
 from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
+from purestep.engine.memory_encoder import encoder_peak_bytes, most_embeds
 from purestep.engine.native import use_native
 from purestep.engine.pictures import PictureOptions, check_picture_options
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
@@ -142,6 +143,7 @@ def make_program(
     encoder_cache_tokens: int | None = None,
     encoder_cache_bytes: int | None = None,
     disable_chunked_mm_input: bool = False,
+    skip_encoder_profile: bool = False,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
@@ -166,7 +168,10 @@ def make_program(
     longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
     that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
     steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
-    in one step.
+    in one step. Where memory decides on the number of KV blocks, what the largest step's encoding
+    takes is measured first on a GPU, and computed on a CPU (`engine/memory_encoder.py`);
+    `skip_encoder_profile` leaves that out, and to you to choose `num_blocks` or `kv_bytes` so that
+    the encoder finds memory, or a step with large images may fail for want of it.
 
     Raises ConfigError naming option, value and limit.
     """
@@ -190,6 +195,7 @@ def make_program(
     if image_limit is None:
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
+    settings = {} if image_processor is None else image_processor.call.to_dict()
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -223,9 +229,15 @@ def make_program(
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:
-        max_encoder_tokens = max(max_batched_tokens, _largest(vision, image_processor))
+        max_encoder_tokens = max_batched_tokens
+        if vision is not None:
+            largest = most_embeds(vision.family, vision.config, settings)
+            max_encoder_tokens = max(max_encoder_tokens, largest)
     config = with_encoder(config, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes)
-    config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
+    config, encoder_bytes = check_config(config), 0
+    if vision is not None and num_blocks is None and kv_bytes is None and not skip_encoder_profile:
+        encoder_bytes = encoder_peak_bytes(config, vision, settings)
+    config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
     fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
@@ -258,16 +270,6 @@ def with_encoder(
     if cache_tokens is None:
         cache_tokens = max_tokens
     return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
-
-
-def _largest(vision: Vision | None, image_processor: ImageProcessor | None) -> int:
-    """The embeddings of the largest item that the image processor makes with its own settings."""
-    if vision is None:
-        return 0
-    settings = {} if image_processor is None else image_processor.call.to_dict()
-    item = vision.family.largest(vision.config, settings)
-    ids, is_embed = vision.family.placeholder(vision.config, item)
-    return len(ids) if is_embed is None else int(is_embed.sum())
 
 
 def default_row_buckets(max_rows: int) -> tuple[int, ...]:

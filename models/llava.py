@@ -12,7 +12,15 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from purestep.models.vision import Shapes, Tensors, VisionFamily, in_stacks, marker_ids
+from purestep.models.vision import (
+    Shapes,
+    Tensors,
+    VisionFamily,
+    as_many,
+    in_stacks,
+    marker_ids,
+    working_numbers,
+)
 from purestep.models.vit import (
     ACTIVATIONS,
     UNREAD,
@@ -121,6 +129,16 @@ def largest(config: LlavaVision, settings: Mapping[str, Any]) -> Tensors:
     return {"pixel_values": torch.zeros(config.tower.num_channels, side, side)}
 
 
+def working(config: LlavaVision, num_images: int) -> int:
+    """Numbers that encoding square images holds at a time."""
+    tower = config.tower
+    tokens, rows = num_images * tower.num_tokens, num_images * config.num_rows
+    taken = 2 * tokens * tower.hidden_size * len(tower.taken)  # and side by side
+    return taken + working_numbers(
+        tokens, tower.hidden_size, tower.intermediate_size, rows, config.hidden_size
+    )
+
+
 LLAVA = VisionFamily(
     read_config=read_config,
     shapes=shapes,
@@ -133,4 +151,8 @@ LLAVA = VisionFamily(
     grid=lambda config, item: None,
     merge=lambda config: 0,
     largest=largest,
+    heaviest=lambda config, settings, limit: as_many(
+        largest(config, settings), config.num_rows, limit
+    ),
+    working=lambda config, item: working(config, num_images=1),
 )

@@ -16,7 +16,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from purestep.models import llava
 from purestep.models.llava import LlavaParams, LlavaVision
-from purestep.models.vision import Shapes, Tensors, VisionFamily, marker_ids
+from purestep.models.vision import Shapes, Tensors, VisionFamily, as_many, marker_ids
 from purestep.models.vit import UNREAD
 from purestep.state.errors import CheckpointError, RequestError
 from purestep.state.pytree import tree
@@ -155,4 +155,9 @@ LLAVA_NEXT = VisionFamily(
     grid=lambda config, item: None,
     merge=lambda config: 0,
     largest=largest,
+    # thin images have all tiles and hardly more rows than the overview's
+    heaviest=lambda config, settings, limit: as_many(
+        largest(config, settings), config.tile.num_rows, limit
+    ),
+    working=lambda config, item: llava.working(config.tile, len(item["pixel_values"])),
 )

@@ -155,4 +155,8 @@ QWEN2_VL = VisionFamily(
     grid=lambda config, item: grid_of(item),
     merge=lambda config: config.merge_size,
     largest=lambda config, settings: qwen_patches.largest(config.patches, settings),
+    heaviest=lambda config, settings, limit: qwen_patches.heaviest(config.patches, settings, limit),
+    working=lambda config, item: qwen_patches.working(
+        config.patches, item, config.width, config.intermediate_size, config.hidden_size
+    ),
 )

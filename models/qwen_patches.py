@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from purestep.models.vision import Tensors, marker_ids
+from purestep.models.vision import Tensors, marker_ids, working_numbers
 from purestep.state.errors import CheckpointError, RequestError
 
 MAX_RATIO = 200  # of an image's sides: the image processor refuses beyond
@@ -81,10 +81,30 @@ def placeholder(marker: int, patches: Patches, item: Tensors) -> tuple[np.ndarra
 def largest(patches: Patches, settings: Mapping[str, Any]) -> Tensors:
     """Zeros of at least as many patches as any image gets with these limits on pixels, by default
     the image processor's own."""
+    return _blank(patches, _most_rows(patches, settings))
+
+
+def heaviest(patches: Patches, settings: Mapping[str, Any], limit: int) -> list[Tensors]:
+    """`limit` rows or some more, in as few items as can be, of one shape: those run together."""
+    count = max(-(-limit // _most_rows(patches, settings)), 1)
+    return [_blank(patches, max(-(-limit // count), 1))] * count
+
+
+def working(patches: Patches, item: Tensors, width: int, inner: int, hidden_size: int) -> int:
+    """Numbers that encoding an item holds at a time."""
+    tokens = len(item["pixel_values"])
+    rows = tokens // patches.merge_size**2
+    return working_numbers(tokens, width, inner, rows, hidden_size)
+
+
+def _most_rows(patches: Patches, settings: Mapping[str, Any]) -> int:
     size = LIMITS | dict(settings.get("size") or {})
     least = settings.get("min_pixels") or size["shortest_edge"]
     most = settings.get("max_pixels") or size["longest_edge"]
-    rows = most_rows(least, most, patches.patch_size * patches.merge_size)
+    return most_rows(least, most, patches.patch_size * patches.merge_size)
+
+
+def _blank(patches: Patches, rows: int) -> Tensors:
     high = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
     grid = torch.tensor([1, high * patches.merge_size, rows // high * patches.merge_size])
     pixels = torch.zeros(int(grid.prod()), patches.num_values)

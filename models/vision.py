@@ -37,6 +37,11 @@ class VisionFamily:
     merge: Callable[[Any], int]  # config -> patches a side of one row's place in it; 0 without it
     # (config, the image processor's settings) -> the item with the most rows that they allow
     largest: Callable[[Any, Mapping[str, Any]], Tensors]
+    # (config, the settings, E) -> items, at least one, that take as much memory as any that a step
+    # may encode which makes at most E rows
+    heaviest: Callable[[Any, Mapping[str, Any], int], list[Tensors]]
+    # (config, item) -> an upper estimate of the numbers that encoding it holds at a time
+    working: Callable[[Any, Tensors], int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -46,6 +51,19 @@ class Vision:
     family: VisionFamily
     config: Any  # the family's geometry; Config.vision is the same value
     params: Any
+
+
+def as_many(item: Tensors, rows: int, limit: int) -> list[Tensors]:
+    """The item as often as `limit` holds its rows, at least once."""
+    return [item] * max(limit // rows, 1)
+
+
+def working_numbers(
+    num_tokens: int, width: int, inner: int, num_rows: int, hidden_size: int
+) -> int:
+    """An upper estimate for a tower: a layer's intermediates, of rotary ones in float32, and the
+    projector's, which come after them."""
+    return num_tokens * (18 * width + 4 * inner) + num_rows * 4 * hidden_size
 
 
 def marker_ids(marker: int, count: int) -> np.ndarray:

@@ -190,10 +190,12 @@ def vit(params: VitParams, config: VitConfig, pixels_BCSS: Tensor) -> Tensor:
     h_BLD = h_BLD + params.position_LD
     if params.norm is not None:
         h_BLD = layer_norm(h_BLD, params.norm, config.norm_eps)
-    states = [h_BLD]
-    for layer in params.layers:
-        states.append(vit_layer(layer, config, states[-1]))
-    return torch.cat([states[i] for i in config.taken], dim=-1)
+    taken = {0: h_BLD}
+    for i, layer in enumerate(params.layers, 1):
+        h_BLD = vit_layer(layer, config, h_BLD)
+        if i in config.taken:
+            taken[i] = h_BLD
+    return torch.cat([taken[i] for i in config.taken], dim=-1)
 
 
 def vit_layer(layer: VitLayer, config: VitConfig, h_BLD: Tensor) -> Tensor:

@@ -74,6 +74,8 @@ STUB = VisionFamily(
     grid=lambda config, item: None,
     merge=lambda config: config.merge,
     largest=lambda config, options: {"pixels": torch.zeros(77, PATCH)},
+    heaviest=lambda config, options, limit: [{"pixels": torch.zeros(77, PATCH)}],
+    working=lambda config, item: 10**6,
 )
 
 
