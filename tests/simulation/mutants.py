@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
+from purestep.engine.admission import _prefix_hits, _Queue, _start_row
 from purestep.engine.commit import _next_digest
 from purestep.engine.planning import _sampling, _slots, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
@@ -114,7 +114,7 @@ MUTANTS = (
     mutant(
         "a promised place is taken by others",
         _Queue._victims,
-        "return None if version in others else ()",
+        "return None if version in promised else ()",
         "return ()",
     ),
     mutant(
@@ -126,8 +126,9 @@ MUTANTS = (
     mutant(
         "the source of a copy is handed out before it is read",
         schedule,
-        "draft = BlockDraft(host.blocks)",
-        "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
+        "draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)",
+        "draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)\n"
+        "    [draft.release([s]) for s, _ in host.copies]",
         (schedule, "draft.release([source])", "pass"),
     ),
     mutant(
@@ -205,9 +206,9 @@ MUTANTS = (
     ),
     mutant(
         "the last in the queue is served first",
-        admit,
-        "for request_id in order.waiting:",
-        "for request_id in reversed(order.waiting):",
+        _Queue.__init__,
+        "enumerate(order.waiting)",
+        "enumerate(reversed(order.waiting))",
     ),
     mutant(
         "the first row makes room for the others",
