@@ -15,7 +15,7 @@ from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
-from purestep.state.adapters import check_adapters, pinned_versions
+from purestep.state.adapters import check_adapters, has_place, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
@@ -227,7 +227,8 @@ def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState
         if not any(promise is known for known in before.adapters.reservations):
             run = 1 + longest_run(after, waited_for)  # and this step's
             due.setdefault(promise.version, before.step + run)
-    came = [version for version in due if version in after.adapters.resident]
+    promises = after.adapters.reservations
+    came = [version for version in due if has_place(after.adapters, promises, version)]
     for version in came:
         assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
     return len(came)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
+from purestep.engine.admission import _prefix_hits, _Queue, _start_row
 from purestep.engine.commit import _filled_blocks, _next_digest, _without
 from purestep.engine.encoding import Encoding, settled
 from purestep.engine.media import plan_positions
@@ -124,7 +124,7 @@ MUTANTS = (
     mutant(
         "a promised place is taken by others",
         _Queue._victims,
-        "return None if version in others else ()",
+        "return None if version in promised else ()",
         "return ()",
     ),
     mutant(
@@ -136,8 +136,9 @@ MUTANTS = (
     mutant(
         "the source of a copy is handed out before it is read",
         schedule,
-        "draft = BlockDraft(host.blocks)",
-        "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
+        "draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)",
+        "draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)\n"
+        "    [draft.release([s]) for s, _ in host.copies]",
         (schedule, "for source, _ in copies]", "for source, _ in ()]"),
     ),
     mutant(
@@ -408,9 +409,9 @@ MUTANTS = (
     ),
     mutant(
         "the last in the queue is served first",
-        admit,
-        "for request_id in order.waiting:",
-        "for request_id in reversed(order.waiting):",
+        _Queue.__init__,
+        "enumerate(order.waiting)",
+        "enumerate(reversed(order.waiting))",
     ),
     mutant(
         "the first row makes room for the others",
