@@ -15,8 +15,18 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from bench.report import Figure, parser, report
-from purestep.ops.lora_linear import CHUNK, TILE, Deltas, lora_linear
+from purestep.ops.add_rms_norm import add_rms_norm
+from purestep.ops.lora_linear import (
+    CHUNK,
+    Deltas,
+    Shrunk,
+    lora_linear,
+    shrunk_linear,
+    tile_size,
+)
 from purestep.ops.paged_attention import decode_attention
+from purestep.ops.rope_write import rope_write_
+from purestep.ops.silu_mul import silu_mul
 
 LINEARS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -76,8 +86,8 @@ def linear(
     weights = [torch.randn(O, width, device=device).to(dtype) * width**-0.5 for _ in range(copies)]
     x_TD = torch.randn(rows, width, device=device).to(dtype)
     want = x_TD.double() @ weights[0].double().T
-    check(lora_linear(x_TD, weights[0], None, None, sizes), want)
-    ours = timed([lambda w=w: lora_linear(x_TD, w, None, None, sizes) for w in weights])
+    check(shrunk_linear(x_TD, weights[0], None, None, sizes)[0], want)
+    ours = timed([lambda w=w: shrunk_linear(x_TD, w, None, None, sizes) for w in weights])
     torchs = timed([lambda w=w: F.linear(x_TD, w) for w in weights])
     floor = {"floor_us": O * width * 2 / rate / 1e3}
     found = [
@@ -86,38 +96,74 @@ def linear(
             peer_value=torchs, lower_is_better=True, notes=notes | floor,
         )
     ]  # fmt: skip
-    for adapters in (1, 8):
+    reader = reader_of(rows, sizes, device, dtype)
+    base = timed([lambda w=w: reader(x_TD, w, None) for w in weights])
+    for adapters, rank in ((1, 16), (8, 16), (32, 16), (8, 64)):
         if adapters <= rows:
-            lora = [make_deltas(rows, width, sizes, adapters, device, dtype) for _ in weights]
+            parts = (rows, width, sizes, adapters, rank, device, dtype)
+            lora = [make_deltas(*parts) for _ in weights]
             pairs = zip(weights, lora, strict=True)
-            both = timed([lambda w=w, d=d: lora_linear(x_TD, w, None, d, sizes) for w, d in pairs])
+            both = timed([lambda w=w, d=d: reader(x_TD, w, d) for w, d in pairs])
             extra = lora[0].a_SPD.nbytes + lora[0].b_PO.nbytes
-            noted = notes | {"floor_us": extra / rate / 1e3, "base_us": ours}
+            noted = notes | {"floor_us": extra / rate / 1e3, "base_us": base}
             label = f"gpu_ops/lora/{name}/rows{rows}/adapters{adapters}"
-            found.append(Figure(figure=label, value=both - ours, unit="us", notes=noted))
+            label += f"/rank{rank}" if rank != 16 else ""
+            found.append(Figure(figure=label, value=both - base, unit="us", notes=noted))
     return found
 
 
+def reader_of(
+    rows: int, sizes: Sequence[int], device: str, dtype: torch.dtype
+) -> Callable[[Tensor, Tensor, Deltas | None], Any]:
+    """The product and the kernel that reads it: deltas are added by the one or the other."""
+    if len(sizes) == 2:
+        return lambda x, w, d: silu_mul_of(shrunk_linear(x, w, None, d, sizes), dtype)
+    if len(sizes) == 1:
+        h_TD = torch.zeros(rows, sizes[0], device=device, dtype=dtype)
+        return lambda x, w, d: add_rms_norm(h_TD, lora_linear(x, w, None, d), h_TD[0], 1e-5)
+    H = 128 if sizes[1] % 128 == 0 else 16
+    kv = torch.zeros(2, -(-rows // 16), 16, sizes[1] // H, H, device=device, dtype=dtype)
+    angle_TC = torch.zeros(rows, H, device=device, dtype=dtype)
+    index_T = torch.arange(rows, device=device)
+    return lambda x, w, d: rope_of(
+        shrunk_linear(x, w, None, d, sizes), kv, (angle_TC, angle_TC, None, index_T, 1e-5)
+    )
+
+
+def silu_mul_of(product: tuple[Tensor, Shrunk | None], dtype: torch.dtype) -> Tensor:
+    return silu_mul(product[0], dtype, product[1])
+
+
+def rope_of(product: tuple[Tensor, Shrunk | None], kv: Tensor, args: tuple[Any, ...]) -> Tensor:
+    return rope_write_(kv, product[0], *args, product[1])
+
+
 def make_deltas(
-    rows: int, width: int, sizes: Sequence[int], adapters: int, device: str, dtype: torch.dtype
+    rows: int,
+    width: int,
+    sizes: Sequence[int],
+    adapters: int,
+    rank: int,
+    device: str,
+    dtype: torch.dtype,
 ) -> Deltas:
-    """Adapters of rank 16 in turn."""
-    P = 16 * adapters
+    """Adapters of one rank in turn."""
+    P, size = rank * adapters, tile_size(rows, adapters)
     slot_T = torch.arange(rows) % adapters
     spans, tokens = [(0, P // CHUNK)], []
     for slot in range(adapters):
-        for part in (slot_T == slot).nonzero().flatten().split(TILE):
-            spans.append((slot, slot + 1))
-            tokens.append(F.pad(part, (0, TILE - len(part)), value=-1))
+        for part in (slot_T == slot).nonzero().flatten().split(size):
+            spans.append((slot * rank // CHUNK, (slot + 1) * rank // CHUNK))
+            tokens.append(F.pad(part, (0, size - len(part)), value=-1))
     ints = {"dtype": torch.int32, "device": device}
     return Deltas(
         a_SPD=torch.randn(len(sizes), P, width, device=device).to(dtype) * width**-0.5,
         b_PO=torch.randn(P, sum(sizes), device=device).to(dtype),
         chunk_C=torch.arange(P // CHUNK).to(**ints),
-        owner_P=(torch.arange(P) // 16).to(**ints),
+        owner_P=(torch.arange(P) // rank).to(**ints),
         slot_T=slot_T.to(**ints),
         span_X2=torch.tensor(spans).to(**ints),
-        token_X=torch.cat(tokens).to(**ints),
+        token_XI=torch.stack(tokens).to(**ints),
     )
 
 

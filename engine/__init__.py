@@ -20,8 +20,9 @@ from purestep.engine.fork import fork
 from purestep.engine.generate import generate
 from purestep.engine.graphs import warm_up
 from purestep.engine.loader import Loader, Resolver, folder_resolver
+from purestep.engine.pictures import PictureOptions, read_picture
 from purestep.engine.policy import Order, Policy, by_priority, fcfs
-from purestep.engine.prepare import prepare
+from purestep.engine.prepare import prepare, prepare_cached
 from purestep.engine.program import Program, init, load_program, make_program
 from purestep.engine.recording import begin_recording, record, replay
 from purestep.engine.renewal import adopt, flush, with_weights
@@ -31,7 +32,9 @@ from purestep.engine.snapshot import restore, snapshot
 from purestep.engine.step import recover, step, step_ahead
 from purestep.state.canonical import digest
 from purestep.state.engine import DeviceState, EngineState, HostState, progress
+from purestep.state.media import Feature
 from purestep.state.plan import BatchDescriptor, Outputs, StepPlan, StepResult
+from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
 from purestep.state.request import (
     Completion,
     FinishReason,
@@ -51,12 +54,15 @@ __all__ = [
     "Config",
     "DeviceState",
     "EngineState",
+    "Feature",
     "FinishReason",
     "HostState",
     "Loader",
     "Order",
     "Outputs",
+    "PictureOptions",
     "Policy",
+    "ProcessorCache",
     "Program",
     "Request",
     "Resolver",
@@ -71,6 +77,7 @@ __all__ = [
     "commit",
     "deliver",
     "digest",
+    "empty_processor_cache",
     "execute",
     "fcfs",
     "flush",
@@ -89,8 +96,10 @@ __all__ = [
     "pin_adapter",
     "plan_ahead",
     "prepare",
+    "prepare_cached",
     "progress",
     "prompt_logprob_dicts",
+    "read_picture",
     "record",
     "recover",
     "register_adapter",

@@ -9,6 +9,7 @@ import numpy as np
 from purestep.engine.config import Config, row_limit
 from purestep.engine.encoding import Encoding
 from purestep.engine.policy import Order
+from purestep.engine.quota import quota_room
 from purestep.state.adapters import (
     AdapterLedger,
     Reservation,
@@ -51,9 +52,10 @@ def admit(
 ) -> Admitted:
     """Admit in order while tokens, rows, blocks and adapter places last.
 
-    A request whose adapter finds no place is skipped, the next may fit; one that finds no blocks
-    stops the admission, or large prompts would wait for ever behind small ones. Base requests are
-    skipped only where a media item cannot be encoded in this step (`engine/encoding.py`).
+    A request whose adapter finds no place, or has its quota of blocks, is skipped, the next may
+    fit; one that finds no blocks stops the admission, or large prompts would wait for ever behind
+    small ones. Base requests are skipped only where a media item cannot be encoded in this step
+    (`engine/encoding.py`).
 
     First come, first served among the requests of one adapter: whoever is admitted is, each time,
     the first in the order that has a place. A place opens in mid-pass by an activation alone, which
@@ -79,7 +81,7 @@ def admit(
     out = Admitted.none(renew_reservations(host.adapters))
     if not order.waiting:
         return out
-    queue = _Queue(config, host, order, running)
+    queue = _Queue(config, host, order, running, draft, out)
     while room and not encoding.stalled and len(running.ids) + len(out.rows) < config.max_rows:
         found = queue.next(out.adapters, to_the_end=not (running.ids or out.rows))
         if found is None:
@@ -121,11 +123,20 @@ class _Queue:
     only such versions are left, which the counts of users tell.
     """
 
-    def __init__(self, config: Config, host: HostState, order: Order, running: Rows) -> None:
+    def __init__(
+        self,
+        config: Config,
+        host: HostState,
+        order: Order,
+        running: Rows,
+        draft: BlockDraft,
+        out: Admitted,
+    ) -> None:
         self.counts = Counter(running.versions)  # running rows of each version
         del self.counts[None]
         self._config, self._host, self._order = config, host, order
         self._flying = {p.version for plan in host.in_flight for p in plan.residents}
+        self._running, self._draft, self._out = running, draft, out
         self._by_arrival = order.waiting is host.waiting
         self._rest = enumerate(order.waiting)
         users = host.adapters.users
@@ -135,6 +146,7 @@ class _Queue:
         self._skipped: dict[str, deque[tuple[int, RequestState]]] = {}  # by version, with places
         self._asks_again = False
         self._blocked: set[str] = set()
+        self._full: set[str] = set()  # versions at their quota of blocks
         self._settled: set[str] = set()
         self._wanted: set[str] | None = None
 
@@ -160,7 +172,7 @@ class _Queue:
                 continue
             self._unseen[version] -= 1
             self._num_hopeless -= version in self._settled
-            victims = self._place(ledger, version)
+            victims = self._place(ledger, record)
             if victims is not None:
                 return record, victims
             self._skipped.setdefault(version, deque()).append((place, record))
@@ -174,10 +186,11 @@ class _Queue:
     def _first_skipped(self, ledger: AdapterLedger) -> tuple[RequestState, tuple[str, ...]] | None:
         """Likewise, of those that were skipped."""
         for version in sorted(self._skipped, key=lambda v: self._skipped[v][0][0]):
-            victims = self._place(ledger, version)
+            _, record = self._skipped[version][0]
+            victims = self._place(ledger, record)
             if victims is None:
                 continue
-            _, record = self._skipped[version].popleft()
+            self._skipped[version].popleft()
             if not self._skipped[version]:
                 del self._skipped[version]
             return record, victims
@@ -186,17 +199,32 @@ class _Queue:
 
     def skipped(self) -> list[RequestState]:
         """Those that were seen and found no place for their adapters, in the order."""
-        entries = [entry for queue in self._skipped.values() for entry in queue]
+        lines = [line for version, line in self._skipped.items() if version not in self._full]
+        entries = [entry for line in lines for entry in line]
         return [record for _, record in sorted(entries, key=lambda entry: entry[0])]
 
-    def _place(self, ledger: AdapterLedger, version: str) -> tuple[str, ...] | None:
-        """Whom to evict so that a version has a place; None where it gets none."""
-        if version in self._blocked:
+    def _place(self, ledger: AdapterLedger, record: RequestState) -> tuple[str, ...] | None:
+        """Whom to evict so that a request's adapter has a place; None where it gets none, or no
+        blocks within its quota, which none behind it gets then."""
+        version = record.version
+        if version in self._blocked or version in self._full:
             return None
         victims = self._victims(ledger, version)
         if victims is None:
             self._blocked.add(version)
+        elif not self._within_quota(record):
+            self._full.add(version)
+            return None
         return victims
+
+    def _within_quota(self, record: RequestState) -> bool:
+        if not self._config.adapter_block_quota:
+            return True
+        hits = _prefix_hits(self._config, record, self._draft)
+        last = -(-row_limit(self._config, record) // self._config.block_size)
+        needed = last - len(hits) + self._draft.count_queued(hits)
+        parts = [self._running, *(row for row, _ in self._out.rows)]
+        return needed <= quota_room(self._config, self._draft, record.version, parts)
 
     def _victims(self, ledger: AdapterLedger, version: str) -> tuple[str, ...] | None:
         mine = [r for r in ledger.reservations if r.version == version]
@@ -298,9 +326,10 @@ def _prefix_hits(config: Config, record: RequestState, draft: BlockDraft) -> lis
         return []
     most, told = _num_tokens(record) - 1, record.num_told
     usable = most if told is None else min(most, told)
-    if config.disable_chunked_mm_input:
-        usable = outside_groups(record.request.features, usable, config.block_size)
-    return draft.lookup(record.digests[: usable // config.block_size])
+    hits = draft.lookup(record.digests[: usable // config.block_size])
+    if config.disable_chunked_mm_input and record.request.features:
+        del hits[outside_groups(record.request.features, len(hits), config.block_size) :]
+    return hits
 
 
 def _start_row(
@@ -319,9 +348,10 @@ def _start_row(
     count = _first_count(config, record, computed, room)
     if record.request.features:
         count = encoding.fit(record, computed, count)
-    table = frozen([*hits, *draft.allocate(-(-(computed + count) // B) - len(hits))])
+    num_more = -(-(computed + count) // B) - len(hits)
+    table = frozen([*hits, *draft.allocate(num_more, record.version)])
     if config.prefix_caching:
-        register_blocks(config, record, table, computed, computed + count, draft)
+        register_blocks(record, table, computed // B, (computed + count) // B, draft)
     limit = row_limit(config, record)
     row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
     out.rows.append((row, count))
@@ -333,20 +363,19 @@ def _start_row(
 
 
 def register_blocks(
-    config: Config, record: RequestState, table: np.ndarray, start: int, end: int, draft: BlockDraft
+    record: RequestState, table: np.ndarray, first: int, last: int, draft: BlockDraft
 ) -> None:
-    """Make the blocks findable that computing tokens `start` to `end` fills; with prefix caching.
+    """Make the blocks from the `first` up to the `last` of a table findable, which this step fills;
+    with prefix caching.
 
     At once, so that a request admitted in this very step can share them: each layer writes all
     rows' KV before any row attends.
     """
-    num_prompt = len(record.prompt_digests)
-    first, last = start // config.block_size, end // config.block_size
-    for k, block in enumerate(table[first:last].tolist(), first):
-        if k < num_prompt:
-            draft.register(block, record.prompt_digests[k])
-        else:
-            draft.register(block, record.generated_digests[k - num_prompt])
+    prompt, generated = record.prompt_digests, record.generated_digests
+    num_prompt = len(prompt)
+    for k in range(first, last):
+        digest = prompt[k] if k < num_prompt else generated[k - num_prompt]
+        draft.register(int(table[k]), digest)
 
 
 def ended_request(

@@ -21,7 +21,7 @@ from purestep.state.engine import (
     take_rows,
 )
 from purestep.state.errors import StepError
-from purestep.state.hashing import block_digest
+from purestep.state.hashing import ids_digest
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.pytree import evolve
 from purestep.state.request import FinishReason, RequestState
@@ -154,11 +154,13 @@ def _sealed_records(
     and the rows without what moved."""
     changed = {}
     full = at_S[rows.num_tokens_R[at_S] % config.block_size == 0].tolist()
-    for row in full:
+    ids = rows.tail_RB[full].astype("<i4").tobytes()
+    size = len(ids) // max(len(full), 1)
+    for n, row in enumerate(full):
         record = host.requests[rows.ids[row]]
         digests = record.generated_digests
         if config.prefix_caching:
-            digests = (*digests, _next_digest(record, rows.tail_RB[row]))
+            digests = (*digests, _next_digest(record, ids[n * size : (n + 1) * size]))
         changed[rows.ids[row]] = completed_record(rows, row, record, generated_digests=digests)
     moved = {
         name: _without_tails(tails, full)
@@ -168,17 +170,13 @@ def _sealed_records(
     return evolve(rows, **moved) if moved else rows, changed
 
 
-def _next_digest(record: RequestState, tokens_B: np.ndarray) -> bytes:
+def _next_digest(record: RequestState, ids: bytes) -> bytes:
     """The digest of the block behind those that the record has digests of. Its chain may be as long
     as the context, so it is not put together for this."""
-    prompt, generated, extras = (
-        record.prompt_digests,
-        record.generated_digests,
-        record.block_extras,
-    )
+    prompt, generated = record.prompt_digests, record.generated_digests
     parent = (generated or prompt or (record.root,))[-1]
-    place = len(prompt) + len(generated)
-    return block_digest(parent, tokens_B, extras[place] if place < len(extras) else b"")
+    extras, place = record.block_extras, len(prompt) + len(generated)
+    return ids_digest(parent, ids, extras[place] if place < len(extras) else b"")
 
 
 def _without_tails(tails: tuple[tuple, ...], full: list[int]) -> tuple[tuple, ...]:

@@ -8,7 +8,7 @@ from purestep.state.adapters import ROW_BLOCK
 from purestep.state.engine import HostState, empty_host
 from purestep.state.errors import ConfigError
 from purestep.state.plan import BatchDescriptor
-from purestep.state.request import RequestState
+from purestep.state.request import Request, RequestState
 from purestep.state.text import TokenTable
 
 _ITEMSIZE = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -42,6 +42,7 @@ class Config:
     processors: tuple[str, ...] = ()  # names of the program's logits processors
     token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
+    adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
     vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
     image_limit: int = 0  # images in one prompt; 0 where there is no tower, or none is loaded
@@ -78,6 +79,11 @@ def check_config(config: Config) -> Config:
         raise ConfigError(
             f"long_prefill_threshold={config.long_prefill_threshold} and "
             f"adapter_age_limit={config.adapter_age_limit} must be at least 0"
+        )
+    if not 0 <= config.adapter_block_quota <= config.num_blocks:
+        raise ConfigError(
+            f"adapter_block_quota={config.adapter_block_quota} must be 0 (no limit) or at most "
+            f"num_blocks={config.num_blocks}"
         )
     if not 2 <= config.max_context <= config.model.max_position:
         raise ConfigError(
@@ -123,16 +129,21 @@ def initial_host(config: Config) -> HostState:
         num_slots=config.max_active_adapters,
         num_row_blocks=config.lora_rows // ROW_BLOCK,
         max_registered=config.max_registered_adapters,
+        block_quota=config.adapter_block_quota,
         encoder_cache_tokens=config.encoder_cache_tokens,
         encoder_row_bytes=config.encoder_row_bytes,
     )
 
 
-def row_limit(config: Config, record: RequestState) -> int:
+def request_limit(config: Config, request: Request) -> int:
     """The number of tokens at which a request ends with reason length; all of the prompt's where
     it is only scored."""
-    most = len(record.request.tokens) + record.request.sampling.max_tokens
-    return min(most, config.max_context)
+    return min(len(request.tokens) + request.sampling.max_tokens, config.max_context)
+
+
+def row_limit(config: Config, record: RequestState) -> int:
+    """`request_limit` of a record."""
+    return request_limit(config, record.request)
 
 
 def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:

@@ -21,7 +21,7 @@ def take_embeds(config: Config, request: Request) -> tuple[Request, Tensor]:
     for each. Raises RequestError for another shape than [n, hidden size], for what is no dense
     array of floats with memory behind it, and for values that are not finite.
     """
-    rows = _checked_rows(config, request)
+    rows = checked_rows(config, request.prompt_embeds, f"request {request.id!r}: prompt_embeds")
     if num_given(request.tokens) == 0:
         request = replace(request, tokens=np.full(len(rows), -1))
     return replace(request, prompt_embeds=embeds_name(config, rows)), rows
@@ -42,29 +42,31 @@ def check_places(request: Request, rows: Tensor) -> None:
         )
 
 
-def _checked_rows(config: Config, request: Request) -> Tensor:
-    who, D = f"request {request.id!r}", config.model.hidden_size
-    given: Any = request.prompt_embeds
+def checked_rows(config: Config, given: Any, what: str) -> Tensor:
+    """A copy of embeddings [n, hidden size] on the host, in the engine's number format.
+
+    Raises RequestError that begins with `what`.
+    """
+    D = config.model.hidden_size
     if not isinstance(given, Tensor | np.ndarray):
-        raise RequestError(f"{who}: prompt_embeds must be a tensor or array, got {type(given)}")
+        raise RequestError(f"{what} must be a tensor or array, got {type(given)}")
     if isinstance(given, Tensor):
         if given.layout != torch.strided or given.is_nested or given.is_meta:
             kind = "meta" if given.is_meta else "nested" if given.is_nested else given.layout
-            raise RequestError(f"{who}: prompt_embeds must be a dense tensor, this one is {kind}")
+            raise RequestError(f"{what} must be a dense tensor, this one is {kind}")
         floats = given.is_floating_point()
     else:
         floats = given.dtype.kind == "f" and given.dtype.itemsize <= 8  # torch has no longdouble
     if not floats or given.ndim != 2 or given.shape[1] != D or not given.shape[0]:
         raise RequestError(
-            f"{who}: prompt_embeds must be floats of shape [n, {D}], "
-            f"got {tuple(given.shape)} of {given.dtype}"
+            f"{what} must be floats of shape [n, {D}], got {tuple(given.shape)} of {given.dtype}"
         )
     if isinstance(given, np.ndarray):  # torch takes neither negative strides nor foreign bytes
         native = given.dtype.newbyteorder("=")
         given = torch.from_numpy(np.array(given, order="C", dtype=native))
     rows = given.detach().to("cpu", getattr(torch, config.dtype), copy=True).contiguous()
     if not rows.isfinite().all():
-        raise RequestError(f"{who}: prompt_embeds hold NaN or infinity (in {config.dtype})")
+        raise RequestError(f"{what} hold NaN or infinity (in {config.dtype})")
     return rows
 
 

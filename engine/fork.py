@@ -1,5 +1,6 @@
 """A second engine state with a pool of its own, from copies of what is live."""
 
+from collections import Counter
 from dataclasses import replace
 
 import torch
@@ -69,7 +70,8 @@ def renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[
 
 
 def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int) -> BlockLedger:
-    blocks = empty_blocks(num_blocks)
+    blocks = empty_blocks(num_blocks, old.quota)
+    owner_of = {new: old.owner_of[b] for b, new in place.items() if b in old.owner_of}
     digests = {new: old.digest_of[b] for b, new in place.items() if b in old.digest_of}
     first: dict[bytes, int] = {}
     for block, digest in digests.items():
@@ -80,4 +82,6 @@ def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int)
         digest_of=blocks.digest_of.update(digests),
         block_of=blocks.block_of.update(first),
         fresh=len(place),
+        owner_of=blocks.owner_of.update(owner_of),
+        owned=blocks.owned.update(Counter(owner_of.values())),
     )

@@ -1,7 +1,7 @@
 """A plan's index tensors. Part of `execute`.
 
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows,
-P adapter rows, C chunks of 16 of them, X tiles of 64 token rows of one slot.
+P adapter rows, C chunks of 16 of them, X tiles of I token rows of one slot, G slots.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 from purestep.engine.config import Config
 from purestep.engine.pool import row_index
 from purestep.ops.lora_add import chunk_spans
-from purestep.ops.lora_linear import CHUNK, TILE
+from purestep.ops.lora_linear import CHUNK, num_tiles, tile_size
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
@@ -158,37 +158,44 @@ def _pack_embed(
 
 
 def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
-    """The fields of a LoraTiles; sizes depend on the padded T and on the pool alone."""
-    P, T = config.lora_rows, plan.descriptor.num_tokens
+    """The fields of a LoraTiles; sizes depend on the descriptor and on the pool alone."""
+    P, shape = config.lora_rows, plan.descriptor
+    T, X, size = shape.num_tokens, *tile_shape(shape)
     owner_P = np.full(P, -1, np.int32)
     for place in plan.residents:
         owner_P.reshape(-1, ROW_BLOCK)[list(place.row_blocks)] = place.slot
     owner_CR = np.pad(owner_P, (0, -P % CHUNK), constant_values=-1).reshape(-1, CHUNK)
     used_U = np.flatnonzero((owner_CR >= 0).any(1))
     slot_T = _padded(slots(plan), T, -1).astype(np.int32)
-    X = num_tiles(config, T)
-    span_X2, token_X = np.zeros((1 + X, 2), np.int32), np.full((X, TILE), -1, np.int32)
+    # Tokens by slot, those without an adapter first; a group takes whole tiles.
+    order_T = np.argsort(slot_T, kind="stable")
+    group_G, first_G, count_G = np.unique(slot_T[order_T], return_index=True, return_counts=True)
+    tiles_G = -(-count_G // size)
+    place_T = np.arange(T) + np.repeat((np.cumsum(tiles_G) - tiles_G) * size - first_G, count_G)
+    token_XI = np.full(X * size, -1, np.int32)
+    token_XI[place_T] = order_T
+    # Of each slot, the first and the last of the chunks in use that hold rows of it.
+    span_SE = np.zeros((config.max_active_adapters + 1, 2), np.int32)
+    owner_Q, chunk_Q = owner_CR[used_U].ravel(), np.repeat(np.arange(len(used_U)), CHUNK)
+    owner_Q, chunk_Q = owner_Q[owner_Q >= 0], chunk_Q[owner_Q >= 0]
+    span_SE[owner_Q[::-1], 0] = chunk_Q[::-1]
+    span_SE[owner_Q, 1] = chunk_Q + 1
+    span_X2 = np.zeros((1 + X, 2), np.int32)
     span_X2[0] = 0, len(used_U)
-    tile = 0
-    for slot in np.unique(slot_T[slot_T >= 0]).tolist():
-        chunks = np.flatnonzero((owner_CR[used_U] == slot).any(1))
-        tokens = np.flatnonzero(slot_T == slot)
-        for start in range(0, len(tokens), TILE):
-            span_X2[1 + tile] = chunks[0], chunks[-1] + 1
-            token_X[tile, : len(tokens) - start] = tokens[start : start + TILE]
-            tile += 1
+    span_X2[1 : 1 + tiles_G.sum()] = np.repeat(span_SE[group_G], tiles_G, axis=0)
     return {
         "chunk_C": _padded(used_U.astype(np.int32), len(owner_CR), 0),
         "owner_P": owner_P,
         "slot_T": slot_T,
         "span_X2": span_X2,
-        "token_X": token_X.reshape(-1),
+        "token_XI": token_XI.reshape(X, size),
     }
 
 
-def num_tiles(config: Config, T: int) -> int:
-    """The most tiles that T token rows can need."""
-    return min(T, -(-T // TILE) + config.max_active_adapters)
+def tile_shape(shape: BatchDescriptor) -> tuple[int, int]:
+    """Tiles of a step, and tokens of each."""
+    T, num_adapters = shape.num_tokens, shape.num_active_loras
+    return num_tiles(T, num_adapters), tile_size(T, num_adapters)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,7 +248,7 @@ def views(buffer: Tensor, spots: Spots) -> Batch:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    names = ("chunk_C", "owner_P", "slot_T", "span_X2", "token_X")
+    names = ("chunk_C", "owner_P", "slot_T", "span_X2", "token_XI")
     lora = {name: tensors.pop(name) for name in names if name in tensors}
     return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
 
@@ -274,8 +281,9 @@ def bucket_fields(config: Config, shape: BatchDescriptor) -> dict[str, tuple[tup
         fields["chunk_C"] = ((-(-P // CHUNK),), np.int32)
         fields["owner_P"] = ((P,), np.int32)
         fields["slot_T"] = ((R,), np.int32)
-        fields["span_X2"] = ((1 + num_tiles(config, R), 2), np.int32)
-        fields["token_X"] = ((num_tiles(config, R) * TILE,), np.int32)
+        X, size = tile_shape(shape)
+        fields["span_X2"] = ((1 + X, 2), np.int32)
+        fields["token_XI"] = ((X, size), np.int32)
     return fields
 
 

@@ -12,8 +12,10 @@ from blake3 import blake3
 from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
+from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
 from purestep.engine.native import use_native
+from purestep.engine.pictures import PictureOptions, check_picture_options
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
 from purestep.engine.prepare import load_tokenizer, token_table
@@ -50,6 +52,8 @@ class Program:
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
     vision: Vision | None = None  # the tower; None without one, or where image_limit is 0
+    image_processor: ImageProcessor | None = None  # the checkpoint's, beside a tower
+    pictures: PictureOptions = PictureOptions()
 
 
 def load_program(path: str | os.PathLike, **options: Any) -> Program:
@@ -70,6 +74,8 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
     if tower is not None:
         digest = blake3(f"purestep weights with tower v1\n{digest}\n{tower}".encode()).hexdigest()
     tokenizer = load_tokenizer(folder)
+    if vision is not None and "image_processor" not in options:
+        options["image_processor"] = load_image_processor(folder)
     options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
     return make_program(
         model,
@@ -116,6 +122,7 @@ def make_program(
     max_registered_adapters: int = 64,
     adapter_age_limit: int = 256,
     adapter_preemption: bool = False,
+    adapter_block_quota: int = 0,
     lora_rows: int | None = None,
     adapter_bytes: int | None = None,
     max_lora_rank: int | None = None,
@@ -129,6 +136,8 @@ def make_program(
     lora_vocab: bool | None = None,
     vision: Vision | None = None,
     image_limit: int | None = None,
+    image_processor: ImageProcessor | None = None,
+    pictures: PictureOptions = PictureOptions(),
     max_encoder_tokens: int | None = None,
     encoder_cache_tokens: int | None = None,
     encoder_cache_bytes: int | None = None,
@@ -150,7 +159,8 @@ def make_program(
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
-    model with a tower; with 0 there is no tower, and the engine is one for text.
+    model with a tower; with 0 there is no tower, and the engine is one for text. `pictures` says
+    how they are read.
 
     Media: `vision` encodes at most `max_encoder_tokens` embeddings in one step, which is also the
     longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
@@ -195,6 +205,7 @@ def make_program(
         max_registered_adapters=max_registered_adapters,
         adapter_age_limit=adapter_age_limit,
         adapter_preemption=adapter_preemption,
+        adapter_block_quota=adapter_block_quota,
         lora_rows=lora_rows,
         max_lora_rank=lora_rows if max_lora_rank is None else max_lora_rank,
         prefix_caching=prefix_caching,
@@ -211,9 +222,9 @@ def make_program(
         disable_chunked_mm_input=disable_chunked_mm_input,
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
-    config = with_encoder(
-        config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
-    )
+    if max_encoder_tokens is None:
+        max_encoder_tokens = max(max_batched_tokens, _largest(vision, image_processor))
+    config = with_encoder(config, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes)
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
     compiled = compile and not fused and can_compile(device)
@@ -227,24 +238,21 @@ def make_program(
         processors=Map(processors or {}),
         defaults=defaults,
         vision=vision,
+        image_processor=image_processor if vision is not None else None,
+        pictures=check_picture_options(pictures),
     )
 
 
 def with_encoder(
-    config: Config,
-    vision: Vision | None,
-    max_tokens: int | None,
-    cache_tokens: int | None,
-    cache_bytes: int | None,
+    config: Config, max_tokens: int, cache_tokens: int | None, cache_bytes: int | None
 ) -> Config:
-    """The config with its encoder budgets: as given, or as `make_program` says."""
+    """The config with its encoder budgets; as many embeddings are kept as are made in a step, where
+    nothing else is said."""
     if cache_tokens is not None and cache_bytes is not None:
         raise ConfigError(
             f"encoder_cache_tokens={cache_tokens} and encoder_cache_bytes={cache_bytes}: "
             "give at most one"
         )
-    if max_tokens is None:
-        max_tokens = max(config.max_batched_tokens, 0 if vision is None else _largest(vision))
     if cache_bytes is not None:
         cache_tokens = cache_bytes // config.encoder_row_bytes
     if cache_tokens is None:
@@ -252,9 +260,12 @@ def with_encoder(
     return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
 
 
-def _largest(vision: Vision) -> int:
-    """The embeddings of the largest item the encoder's processor makes."""
-    item = vision.family.largest(vision.config, {})
+def _largest(vision: Vision | None, image_processor: ImageProcessor | None) -> int:
+    """The embeddings of the largest item that the image processor makes with its own settings."""
+    if vision is None:
+        return 0
+    settings = {} if image_processor is None else image_processor.call.to_dict()
+    item = vision.family.largest(vision.config, settings)
     ids, is_embed = vision.family.placeholder(vision.config, item)
     return len(ids) if is_embed is None else int(is_embed.sum())
 

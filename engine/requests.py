@@ -9,11 +9,12 @@ from dataclasses import replace
 import numpy as np
 from torch import Tensor
 
-from purestep.engine.config import Config, row_limit
+from purestep.engine.config import Config, request_limit, row_limit
 from purestep.engine.embeds import block_extras, check_places, take_embeds
 from purestep.engine.encoding import holds_of
 from purestep.engine.extras import edits_of
 from purestep.engine.media import check_media, positions_of, take_media
+from purestep.engine.quota import quota_room
 from purestep.state.adapters import count_users, resolve
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import let_go
@@ -160,7 +161,19 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
             f"request {request.id!r}: {len(request.tokens)} prompt tokens{more} "
             f"{needed} blocks of {config.block_size}, but num_blocks={config.num_blocks}"
         )
+    check_quota(config, request)
     return request
+
+
+def check_quota(config: Config, request: Request) -> None:
+    """Raises RequestError where a request of an adapter could come to hold more than its quota."""
+    quota, limit = config.adapter_block_quota, request_limit(config, request)
+    needed = -(-limit // config.block_size)
+    if quota and request.adapter is not None and needed > quota:
+        raise RequestError(
+            f"request {request.id!r}: {len(request.tokens)} prompt tokens and all it may generate "
+            f"need {needed} blocks of {config.block_size}, but adapter_block_quota={quota}"
+        )
 
 
 def _check_free(host: HostState, request_id: str, n: int, who: str) -> None:
@@ -255,7 +268,8 @@ def branch_host(
     parent_row = host.rows.ids.index(request_id) if request_id in host.rows.ids else None
     for child in children:
         spare = config.max_rows - len(host.rows.ids) - len(rows)
-        if parent_row is None or spare <= 0 or draft.num_free == 0:
+        full = parent_row is None or spare <= 0 or draft.num_free == 0
+        if full or not _within_quota(config, host.rows, rows, parent_row, child, draft):
             waiting.append(child.key)
             continue
         row, copied = _branched_row(config, host.rows, parent_row, child, draft)
@@ -276,6 +290,22 @@ def branch_host(
         copies=(*host.copies, *copies),
         adapters=count_users(host.adapters, [(parent.version, 1)] * len(children)),
     )
+
+
+def _within_quota(
+    config: Config,
+    running: Rows,
+    more: Sequence[Rows],
+    parent_row: int,
+    child: RequestState,
+    draft: BlockDraft,
+) -> bool:
+    """Whether the child's adapter may have the blocks that it does not share with its parent."""
+    if not config.adapter_block_quota or child.version is None:
+        return True
+    full = int(running.num_computed_R[parent_row]) // config.block_size
+    needed = -(-row_limit(config, child) // config.block_size) - full
+    return needed <= quota_room(config, draft, child.version, [running, *more])
 
 
 def _queued(queue: tuple[str, ...], parent: str, children: list[str]) -> tuple[str, ...]:
@@ -321,7 +351,7 @@ def _branched_row(
     draft.retain(table[:full])
     copies = []
     if computed % config.block_size:
-        (block,) = draft.allocate(1)
+        (block,) = draft.allocate(1, child.version)
         # Held until the step that copies is planned, which then cannot hand it out itself: if that
         # step fails and is tried again, the content is still there.
         draft.retain([table[full]])

@@ -49,7 +49,8 @@ def sampled(
         errors = process_(logits_SV, rows.edits, processors)
     found_2S = _drawn(logits_SV, raw_SV, rows)
     read = ring.receive(found_2S)
-    tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S)
+    asked = (rows.num_tops_S >= 0).any()
+    tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S) if asked else ()
 
     def fields() -> dict[str, Any]:
         token_S, bits_S = read()
@@ -85,6 +86,7 @@ def _drawn(logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows) -> Tensor:
 def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scores, ...]:
     """The likeliest tokens of each row that asked, found at once for those of equal counts."""
     found: dict[int, Scores] = {}
+    token_S = token_S.to(raw_SV.device)  # waits for all that is queued there
     for count in np.unique(num_tops_S[num_tops_S >= 0]).tolist():
         places = np.flatnonzero(num_tops_S == count)
         index = torch.from_numpy(places).to(raw_SV.device)

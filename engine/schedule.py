@@ -196,12 +196,14 @@ def _serve_running(
     stays = np.ones(len(rows.ids), bool)
     if gone or ended:
         stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
-    rows = _with_blocks(rows, np.where(stays, need_R, 0), draft)
+    rows = _with_blocks(config, rows, np.where(stays, need_R, 0), draft)
     if config.prefix_caching:
+        first_R, last_R = start_R // B, end_R // B
         # A block with a token that is not known yet gets its digest with it, in `commit`.
-        for row in np.flatnonzero(stays & (end_R // B > start_R // B) & (drawn_R < 0)).tolist():
-            record, start, end = host.requests[rows.ids[row]], int(start_R[row]), int(end_R[row])
-            register_blocks(config, record, rows.tables[row], start, end, draft)
+        filling = np.flatnonzero(stays & (last_R > first_R) & (drawn_R < 0))
+        parts = (column[filling].tolist() for column in (first_R, last_R))
+        for row, first, last in zip(filling.tolist(), *parts, strict=True):
+            register_blocks(host.requests[rows.ids[row]], rows.tables[row], first, last, draft)
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
@@ -242,14 +244,19 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
     return service, making_way
 
 
-def _with_blocks(rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
+def _with_blocks(config: Config, rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
     """The rows with so many more blocks each."""
     growing = np.flatnonzero(need_R)
     if not len(growing):
         return rows
     tables = list(rows.tables)
     ends = np.cumsum(need_R[growing]).tolist()
-    blocks = np.array(draft.allocate(ends[-1]), np.int32)
+    if config.adapter_block_quota:
+        counts = [(int(need_R[row]), rows.versions[row]) for row in growing]
+        blocks = [block for count, owner in counts for block in draft.allocate(count, owner)]
+    else:
+        blocks = draft.allocate(ends[-1])
+    blocks = np.array(blocks, np.int32)
     for row, start, end in zip(growing.tolist(), [0, *ends], ends, strict=False):
         tables[row] = locked(np.concatenate((tables[row], blocks[start:end])))
     return evolve(rows, tables=tuple(tables))

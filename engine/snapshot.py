@@ -134,6 +134,7 @@ def _identity(config: Config) -> dict[str, Any]:
         "vision": None if config.vision is None else asdict(config.vision),
         "dtype": config.dtype,
         "block_size": config.block_size,
+        "adapter_block_quota": config.adapter_block_quota,
         "max_active_adapters": config.max_active_adapters,
         "lora_rows": config.lora_rows,
         "prefix_caching": config.prefix_caching,

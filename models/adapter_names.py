@@ -12,7 +12,12 @@ from dataclasses import dataclass
 from purestep.models.config import FusedLinear, ModelConfig, fused_linears, vocab_linears
 
 PEFT_PREFIX = "base_model.model."
-DECODER_PREFIXES = ("model.", "model.language_model.", "language_model.model.")
+DECODER_PREFIXES = (
+    "model.",
+    "model.language_model.",  # transformers since 4.52, saved from the model with the head
+    "language_model.model.",  # before
+    "language_model.",  # saved from the model without it
+)
 
 Findings = dict[str, list[str]]  # what is wrong -> the items it is wrong with
 

@@ -1,9 +1,9 @@
 """The dense decoder in our own kernels: `decoder.forward` in as few as there are dependencies.
 
-Between two products lies one kernel, which joins the addends of the first one (`lora_linear`) and
-does all the elementwise work. On a GPU they are Triton's, on a CPU C's (float32 alone). There is
-nothing left for a compiler to fuse, so none is needed, and none has to be waited for. T token rows,
-D hidden, V vocabulary, S sampled rows.
+Between two products lies one kernel, which joins the addends of the first one (`lora_linear`), adds
+what adapters have left to add (`shrunk_linear`) and does all the elementwise work. On a GPU they
+are Triton's, on a CPU C's (float32 alone). There is nothing left for a compiler to fuse, so none is
+needed, and none has to be waited for. T token rows, D hidden, V vocabulary, S sampled rows.
 """
 
 from collections.abc import Callable, Sequence
@@ -14,7 +14,7 @@ from purestep.models.config import ModelConfig
 from purestep.models.decoder import AdapterRows, EmbedRows, Layer, LayerAdapters, Params, embed
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm
-from purestep.ops.lora_linear import Deltas, head_linear, lora_linear
+from purestep.ops.lora_linear import Deltas, head_linear, lora_linear, shrunk_linear
 from purestep.ops.merge_rows import merge_rows_
 from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
@@ -85,8 +85,10 @@ def attention(
 ) -> Tensor:
     sizes = (config.q_size, config.kv_size, config.kv_size)
     rows = deltas(adapters.qkv if adapters is not None else None, tiles)
-    y = lora_linear(x_TD, layer.qkv_OD, layer.qkv_bias_O, rows, sizes)
-    q_TNH = rope_write_(kv, y, cos_TC, sin_TC, layer.qk_norm_NH, batch.kv_index_T, config.norm_eps)
+    y, shrunk = shrunk_linear(x_TD, layer.qkv_OD, layer.qkv_bias_O, rows, sizes)
+    q_TNH = rope_write_(
+        kv, y, cos_TC, sin_TC, layer.qk_norm_NH, batch.kv_index_T, config.norm_eps, shrunk
+    )
     attend = decode_attention if uniform else paged_attention
     o_TNH = attend(
         q_TNH,
@@ -98,9 +100,7 @@ def attention(
         window,
     )
     rows = deltas(adapters.out if adapters is not None else None, tiles)
-    return lora_linear(
-        o_TNH.flatten(1), layer.out_DO, layer.out_bias_D, rows, (config.hidden_size,)
-    )
+    return lora_linear(o_TNH.flatten(1), layer.out_DO, layer.out_bias_D, rows)
 
 
 def mlp(
@@ -110,12 +110,12 @@ def mlp(
     tiles: LoraTiles | None,
     config: ModelConfig,
 ) -> Tensor:
-    F, sizes = config.intermediate_size, (config.hidden_size,)
+    sizes = (config.intermediate_size, config.intermediate_size)
     rows = deltas(adapters.gate_up if adapters is not None else None, tiles)
-    y = lora_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, (F, F))
-    x_TF = silu_mul(y, x_TD.dtype)
+    y, shrunk = shrunk_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, sizes)
+    x_TF = silu_mul(y, x_TD.dtype, shrunk)
     rows = deltas(adapters.down if adapters is not None else None, tiles)
-    return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows, sizes)
+    return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows)
 
 
 def deltas(rows: AdapterRows | None, tiles: LoraTiles | None) -> Deltas | None:
@@ -128,7 +128,7 @@ def deltas(rows: AdapterRows | None, tiles: LoraTiles | None) -> Deltas | None:
         tiles.owner_P,
         tiles.slot_T,
         tiles.span_X2,
-        tiles.token_X,
+        tiles.token_XI,
     )
 
 

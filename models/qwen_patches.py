@@ -21,6 +21,9 @@ from purestep.state.errors import CheckpointError, RequestError
 
 MAX_RATIO = 200  # of an image's sides: the image processor refuses beyond
 
+# Pixels of an image where preprocessor_config.json does not limit them.
+LIMITS = {"shortest_edge": 56 * 56, "longest_edge": 28 * 28 * 1280}
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Patches:
@@ -76,10 +79,11 @@ def placeholder(marker: int, patches: Patches, item: Tensors) -> tuple[np.ndarra
 
 
 def largest(patches: Patches, settings: Mapping[str, Any]) -> Tensors:
-    """Zeros of at least as many patches as any image gets with these limits on pixels."""
-    size = settings.get("size") or {}
-    most = settings.get("max_pixels") or size.get("longest_edge")
-    least = settings.get("min_pixels") or size.get("shortest_edge")
+    """Zeros of at least as many patches as any image gets with these limits on pixels, by default
+    the image processor's own."""
+    size = LIMITS | dict(settings.get("size") or {})
+    least = settings.get("min_pixels") or size["shortest_edge"]
+    most = settings.get("max_pixels") or size["longest_edge"]
     rows = most_rows(least, most, patches.patch_size * patches.merge_size)
     high = next(n for n in range(math.isqrt(rows), 0, -1) if rows % n == 0)
     grid = torch.tensor([1, high * patches.merge_size, rows // high * patches.merge_size])

@@ -106,12 +106,20 @@ def rope_table(
     """
     position = position_T[:, None]
     if position_3T is not None:
-        source = [i for i, pairs in enumerate(rope.sections) for _ in range(pairs)]
-        position = position_3T[torch.tensor(source, device=position_3T.device)].T
+        position = position_3T[_row_of_pair(rope.sections, position_3T.device)].T
     angle = position.float() * inv_freq(rope, head_dim, position_T.device)
     angle_TC = torch.cat((angle, angle), dim=-1)
     cos_TC, sin_TC = angle_TC.cos(), angle_TC.sin()
     return (cos_TC * rope.attention_factor).to(dtype), (sin_TC * rope.attention_factor).to(dtype)
+
+
+@cache
+def _row_of_pair(sections: tuple[int, ...], device: torch.device) -> Tensor:
+    """Which of the three positions turns each pair of channels: int64 [C / 2]."""
+    with torch.inference_mode(False):
+        return torch.arange(3, device=device).repeat_interleave(
+            torch.tensor(sections, device=device)
+        )
 
 
 def apply_rope(x_TNH: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> Tensor:

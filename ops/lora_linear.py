@@ -1,7 +1,7 @@
 """lora_linear: a product with a linear's weights and every token's own low-rank delta.
 
 T tokens, D input width, O output width, S slices of O (fused projections), P paged adapter rows
-in chunks of 16, C chunks that the step's adapters touch, X tiles of 64 tokens that share a slot, n
+in chunks of 16, C chunks that the step's adapters touch, X tiles of I tokens that share a slot, n
 addends.
 """
 
@@ -16,7 +16,6 @@ from purestep.ops import native
 from purestep.ops.linear import linear_on_cpu
 
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
-TILE = 64  # tokens of one adapter
 SKINNY = 64  # most tokens for which the product is memory's alone
 
 
@@ -29,48 +28,76 @@ class Deltas(NamedTuple):
     owner_P: Tensor  # int32, the slot of each of their rows, -1 for all others
     slot_T: Tensor  # int32, the slot of each token, -1 without an adapter
     span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` in use: by all tokens,
-    # then by each tile of tokens of one slot
-    token_X: Tensor  # int32, the tokens of each tile, -1 where it has no more
+    # then by each tile of tokens of one slot; none for tokens without an adapter
+    token_XI: Tensor  # int32, the tokens of each tile, -1 where it has no more; each token in one
 
 
-def lora_linear(
-    x_TD: Tensor,
-    w_OD: Tensor,
-    bias_O: Tensor | None,
-    deltas: Deltas | None,
-    out_sizes: Sequence[int],
-) -> Tensor:
-    """x W^T + bias + each token's delta: [T, O], or fp32 addends [n, T, O] of it.
+class Shrunk(NamedTuple):
+    """What a product leaves to its reader: tokens times A, still to be multiplied by B."""
+
+    h: Tensor  # fp32 addends [n, T, S C 16]
+    deltas: Deltas
+
+
+def tile_size(num_tokens: int, num_adapters: int) -> int:
+    """Tokens of a tile: about as many as an adapter has, a power of two from 16 to 64."""
+    share = num_tokens // max(1, num_adapters) if num_tokens > SKINNY else 0
+    return next((size for size in (16, 32) if share <= size), 64)
+
+
+def num_tiles(num_tokens: int, num_adapters: int) -> int:
+    """The most tiles that tokens of so many adapters, and of none, can need."""
+    whole = num_tokens // tile_size(num_tokens, num_adapters)
+    return min(num_tokens, whole + num_adapters + 1)
+
+
+def lora_linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None) -> Tensor:
+    """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it.
 
     Which of the two is a function of T, the widths and the format; whoever reads it sums addends in
-    order and rounds once. Token t gets sum over rows r of its slot of (x . a[s, r]) * b[r], slice
-    by slice; a token without an adapter gets exactly none. Rows that nobody owns may hold anything;
-    those of B that have an owner must be finite. A token's bits depend on its own row and on where
-    its adapter's rows lie, not on other tokens or adapters: chunks are summed in ascending order,
-    and what is foreign enters as zeros.
+    order and rounds once. Token t gets sum over rows r of its slot of (x . a[s, r]) * b[r]; a token
+    without an adapter gets exactly none. Rows that nobody owns may hold anything; those of B that
+    have an owner must be finite. A token's bits depend on its own row and on where its adapter's
+    rows lie, not on other tokens or adapters: chunks are summed in ascending order, and what is
+    foreign enters as zeros.
     """
-    if x_TD.is_cuda:
-        return _launch(x_TD, w_OD, bias_O, deltas, out_sizes)
-    if native.takes(x_TD, w_OD):
-        return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes)
-    return lora_linear_ref(x_TD, w_OD, bias_O, deltas, out_sizes)
+    if not x_TD.is_cuda:
+        return _on_cpu(x_TD, w_OD, bias_O, deltas, w_OD.shape[:1])
+    y, h = _product(x_TD, w_OD, bias_O, deltas, room=True)
+    if h is not None:
+        from purestep.ops.kernels.deltas import expand_
+
+        expand_(y, Shrunk(h, deltas), x_TD.dtype)
+    return y
 
 
-def _launch(
+def shrunk_linear(
     x_TD: Tensor,
     w_OD: Tensor,
     bias_O: Tensor | None,
     deltas: Deltas | None,
     out_sizes: Sequence[int],
-) -> Tensor:
+) -> tuple[Tensor, Shrunk | None]:
+    """As `lora_linear` for slices of widths `out_sizes`, but on a GPU without the deltas' second
+    half, which is for whoever reads the product: `rope_write_` and `silu_mul` take it. One launch
+    less, and the product is not written and read once more."""
+    if not x_TD.is_cuda:
+        return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes), None
+    y, h = _product(x_TD, w_OD, bias_O, deltas, room=False)
+    return y, None if h is None else Shrunk(h, deltas)
+
+
+def _product(
+    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None, room: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(y, h): x W^T + bias and x A^T; `room` leaves an addend of y free where it has addends."""
+    from purestep.ops.kernels import deltas as kernels
     from purestep.ops.kernels import products
 
     if is_skinny(x_TD):
-        return products.skinny(x_TD, w_OD, bias_O, deltas, out_sizes)
+        return products.skinny(x_TD, w_OD, bias_O, deltas, room=room and deltas is not None)
     y_TO = F.linear(x_TD, w_OD, bias_O)
-    if deltas is not None:
-        products.add_deltas_(y_TO, x_TD, deltas, out_sizes)
-    return y_TO
+    return y_TO, None if deltas is None else kernels.shrink(x_TD, deltas)
 
 
 def _on_cpu(
@@ -80,6 +107,8 @@ def _on_cpu(
     deltas: Deltas | None,
     out_sizes: Sequence[int],
 ) -> Tensor:
+    if not native.takes(x_TD, w_OD):
+        return lora_linear_ref(x_TD, w_OD, bias_O, deltas, out_sizes)
     y_TO = linear_on_cpu(x_TD, w_OD, bias_O)
     if deltas is not None:
         native.add_deltas_(y_TO, x_TD, *deltas, out_sizes)
@@ -124,4 +153,4 @@ def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Ten
     from purestep.ops.kernels import products
 
     shape = products.skinny_shape(len(x_SD), 1 << 20, x_SD.shape[1])  # one split
-    return products.skinny(x_SD, w_VD, None, None, w_VD.shape[:1], out_SV, shape)
+    return products.skinny(x_SD, w_VD, None, out=out_SV, shape=shape)[0]

@@ -9,6 +9,7 @@ from torch import Tensor
 from purestep.ops import native
 from purestep.ops.add_rms_norm import joined
 from purestep.ops.kv_write import kv_write_
+from purestep.ops.lora_linear import Shrunk
 
 
 def rope_write_(
@@ -19,21 +20,23 @@ def rope_write_(
     norm_NH: Tensor | None,
     kv_index_T: Tensor,
     eps: float,
+    shrunk: Shrunk | None = None,
 ) -> Tensor:
     """The turned queries [T, N, H]; writes keys, turned, and values as `kv_write_` does.
 
     `y` is the output of the qkv product, queries, keys and values of every head side by side:
     [T, (N + 2K) H] in the pages' format, or fp32 addends [n, T, ...], summed in order and rounded
     once. With `norm_NH` (the weights of query heads, then of key heads) heads are normed before.
+    `shrunk` (on a GPU) is what `shrunk_linear` has left to add to `y` first.
     """
-    if y.is_cuda:
-        from purestep.ops.kernels.elementwise import rope_write_ as launch
+    args = kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps
+    if not y.is_cuda:
+        norms = () if norm_NH is None else (norm_NH,)
+        fits = y.dim() == 2 and native.takes(kv, y, cos_TC, sin_TC, *norms)
+        return native.rope_write_(*args) if fits else rope_write_ref_(*args)
+    from purestep.ops.kernels import elementwise, folded
 
-        return launch(kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps)
-    norms = () if norm_NH is None else (norm_NH,)
-    if y.dim() == 2 and native.takes(kv, y, cos_TC, sin_TC, *norms):
-        return native.rope_write_(kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps)
-    return rope_write_ref_(kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps)
+    return elementwise.rope_write_(*args) if shrunk is None else folded.rope_write_(*args, shrunk)
 
 
 def rope_write_ref_(

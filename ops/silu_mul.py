@@ -9,20 +9,21 @@ from torch import Tensor
 
 from purestep.ops import native
 from purestep.ops.add_rms_norm import joined
+from purestep.ops.lora_linear import Shrunk
 
 
-def silu_mul(y: Tensor, dtype: torch.dtype) -> Tensor:
+def silu_mul(y: Tensor, dtype: torch.dtype, shrunk: Shrunk | None = None) -> Tensor:
     """silu(gate) * up, [T, F] in `dtype`, of gate and up side by side in the last dimension of `y`.
 
     `y` is [T, 2F], or fp32 addends [n, T, 2F], which are summed in order and rounded once.
+    `shrunk` (on a GPU) is what `shrunk_linear` has left to add to it first.
     """
-    if y.is_cuda:
-        from purestep.ops.kernels.elementwise import silu_mul as launch
+    if not y.is_cuda:
+        fits = y.dim() == 2 and dtype == torch.float32 and native.takes(y)
+        return native.silu_mul(y) if fits else silu_mul_ref(y, dtype)
+    from purestep.ops.kernels import elementwise, folded
 
-        return launch(y, dtype)
-    if y.dim() == 2 and dtype == torch.float32 and native.takes(y):
-        return native.silu_mul(y)
-    return silu_mul_ref(y, dtype)
+    return elementwise.silu_mul(y, dtype) if shrunk is None else folded.silu_mul(y, dtype, shrunk)
 
 
 def silu_mul_ref(y: Tensor, dtype: torch.dtype) -> Tensor:

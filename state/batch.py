@@ -22,7 +22,7 @@ class LoraBatch:
 class LoraTiles:
     """The same for the fused decoder: sizes depend on T and the pool alone, ranks are data.
 
-    P adapter rows of the pool in C chunks of 16, X tiles of up to 64 token rows of one slot.
+    P adapter rows of the pool in C chunks of 16, X tiles of up to I token rows of one slot.
     """
 
     chunk_C: Tensor  # int32, chunks with rows of the step's adapters, ascending; the rest is unread
@@ -30,7 +30,7 @@ class LoraTiles:
     slot_T: Tensor  # int32, the slot of each token row, -1 without an adapter
     span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` that all token rows
     # need, then those that each tile needs
-    token_X: Tensor  # int32, the token rows of each tile, -1 where it has no more
+    token_XI: Tensor  # int32, the token rows of each tile, -1 where it has no more
 
 
 @tree

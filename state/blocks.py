@@ -8,6 +8,10 @@ so that eviction is LRU by release and the longest prefix survives longest (mult
 The queue is a persistent map from a stamp to a block. Stamps below 0 are blocks put back at the
 head, 0 to num_blocks-1 are blocks never used (their stamp is their number and they are not stored),
 higher ones the LRU tail. So every operation costs O(1) map updates whatever the pool's size.
+
+With a quota each adapter version owns the blocks its requests hold or have left cached, and once it
+owns so many, it takes its own least recently released one in place of the queue's first: so what
+others have cached is safe from it. Who admits sees to it that its requests never hold more.
 """
 
 from collections.abc import Iterable, Sequence
@@ -32,6 +36,10 @@ class BlockLedger:
     high: int  # no queued stamp from num_blocks up to here
     tail: int  # next stamp at the tail
     fresh: int  # blocks from here on were never used
+    quota: int  # blocks that one owner may have; 0 = no limit, and nobody owns any
+    owner_of: Map[int, str]  # block -> adapter version
+    owned: Map[str, int]  # how many blocks each owner has, held or cached
+    idle: Map[str, Map[int, int]]  # owner -> stamp -> block, of those that are free
 
     @property
     def num_free(self) -> int:
@@ -43,7 +51,7 @@ class BlockLedger:
         return sum(b not in self.refs for b in self.block_of.values())
 
 
-def empty_blocks(num_blocks: int) -> BlockLedger:
+def empty_blocks(num_blocks: int, quota: int = 0) -> BlockLedger:
     """A ledger with every block free and nothing cached."""
     none: Map = Map()
     return BlockLedger(
@@ -57,6 +65,10 @@ def empty_blocks(num_blocks: int) -> BlockLedger:
         high=num_blocks,
         tail=num_blocks,
         fresh=0,
+        quota=quota,
+        owner_of=none,
+        owned=none,
+        idle=none,
     )
 
 
@@ -76,14 +88,23 @@ class BlockDraft:
         self.stamp_of = ledger.stamp_of.mutate()
         self.low, self.high = ledger.low, ledger.high
         self.tail, self.fresh = ledger.tail, ledger.fresh
+        self.quota = ledger.quota
+        self.owner_of = ledger.owner_of.mutate()
+        self.owned = ledger.owned.mutate()
+        self.idle = ledger.idle
         self.allocated: list[int] = []  # every block handed out, in order
 
     @property
     def num_free(self) -> int:
         return len(self.queue) + self.num_blocks - self.fresh
 
-    def allocate(self, count: int) -> list[int]:
-        """Take `count` blocks from the head of the queue; what they cached is forgotten.
+    def num_held(self, owner: str) -> int:
+        """How many different blocks the requests of an owner hold; with a quota."""
+        return self.owned.get(owner, 0) - len(self.idle.get(owner, ()))
+
+    def allocate(self, count: int, owner: str | None = None) -> list[int]:
+        """Take `count` blocks from the head of the queue; what they cached is forgotten. An owner
+        who has his quota takes his own cached ones first; the base model is nobody.
 
         Raises ValueError, before any change, when fewer are free.
         """
@@ -91,9 +112,25 @@ class BlockDraft:
             raise ValueError(
                 f"{count} blocks wanted, {self.num_free} of {self.num_blocks} are free"
             )
-        blocks = [self._pop() for _ in range(count)]
+        if self.quota and owner is not None:
+            blocks = [self._pop_for(owner) for _ in range(count)]
+        else:
+            blocks = [self._pop() for _ in range(count)]
         self.allocated += blocks
         return blocks
+
+    def _pop_for(self, owner: str) -> int:
+        idle = self.idle.get(owner)
+        if idle and self.owned[owner] >= self.quota:
+            block = idle[min(idle)]
+            self._unqueue(block)
+            self.forget(block)
+            self.refs[block] = 1
+            return block
+        block = self._pop()
+        self.owner_of[block] = owner
+        self.owned[owner] = self.owned.get(owner, 0) + 1
+        return block
 
     def _pop(self) -> int:
         if self.low < 0:
@@ -106,18 +143,36 @@ class BlockDraft:
             while self.high not in self.queue:  # a hit took this one out of the middle
                 self.high += 1
             stamp, self.high = self.high, self.high + 1
-        block = self.queue.pop(stamp)
-        del self.stamp_of[block]
+        block = self.queue[stamp]
+        self._unqueue(block)
+        self._disown(block)
         self.forget(block)
         self.refs[block] = 1
         return block
+
+    def _unqueue(self, block: int) -> None:
+        stamp = self.stamp_of.pop(block)
+        del self.queue[stamp]
+        if self.quota and (owner := self.owner_of.get(block)) is not None:
+            self._keep_idle(owner, self.idle[owner].delete(stamp))
+
+    def _keep_idle(self, owner: str, idle: Map) -> None:
+        self.idle = self.idle.set(owner, idle) if idle else self.idle.delete(owner)
+
+    def _disown(self, block: int) -> None:
+        owner = self.owner_of.pop(block, None) if self.quota else None
+        if owner is None:
+            return
+        count = self.owned.pop(owner) - 1
+        if count:
+            self.owned[owner] = count
 
     def retain(self, blocks: Iterable[int]) -> None:
         """Add one holder to each block, taking it out of the free queue if need be."""
         for block in blocks:
             held = self.refs.get(block, 0)
             if held == 0:
-                del self.queue[self.stamp_of.pop(block)]
+                self._unqueue(block)
             self.refs[block] = held + 1
 
     def release(self, blocks: Sequence[int] | np.ndarray) -> None:
@@ -130,8 +185,11 @@ class BlockDraft:
             del self.refs[block]
             if self._findable(block):
                 stamp, self.tail = self.tail, self.tail + 1
+                if self.quota and (owner := self.owner_of.get(block)) is not None:
+                    self._keep_idle(owner, self.idle.get(owner, Map()).set(stamp, block))
             else:
                 self.forget(block)
+                self._disown(block)
                 stamp = self.low = self.low - 1
             self.queue[stamp] = block
             self.stamp_of[block] = stamp
@@ -178,6 +236,10 @@ class BlockDraft:
             high=self.high,
             tail=self.tail,
             fresh=self.fresh,
+            quota=self.quota,
+            owner_of=self.owner_of.finish(),
+            owned=self.owned.finish(),
+            idle=self.idle,
         )
 
 
@@ -209,3 +271,17 @@ def check_blocks(ledger: BlockLedger, holders: Iterable[Sequence[int] | np.ndarr
     for block in ledger.stamp_of:
         digest = ledger.digest_of.get(block)
         assert digest is None or ledger.block_of[digest] == block, "a free duplicate has a digest"
+    check_owners(ledger)
+
+
+def check_owners(ledger: BlockLedger) -> None:
+    """Assert the laws of a quota: an owner's blocks are counted, and those that are free are known
+    by their stamps; nobody has more than the quota; without one nobody owns any."""
+    counts: dict[str, int] = {}
+    for block, owner in ledger.owner_of.items():
+        counts[owner] = counts.get(owner, 0) + 1
+        assert block in ledger.refs or ledger.idle[owner][ledger.stamp_of[block]] == block
+    assert counts == dict(ledger.owned), f"owners have {counts}, counted are {dict(ledger.owned)}"
+    idle = [block for blocks in ledger.idle.values() for block in blocks.values()]
+    assert sorted(idle) == sorted(b for b in ledger.owner_of if b not in ledger.refs)
+    assert all(count <= ledger.quota for count in counts.values()), f"over the quota: {counts}"

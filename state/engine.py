@@ -135,6 +135,7 @@ def empty_host(
     num_slots: int,
     num_row_blocks: int,
     max_registered: int,
+    block_quota: int = 0,
     encoder_cache_tokens: int = 0,
     encoder_row_bytes: int = 0,
 ) -> HostState:
@@ -156,7 +157,7 @@ def empty_host(
         requests=Map(),
         waiting=(),
         rows=rows,
-        blocks=empty_blocks(num_blocks),
+        blocks=empty_blocks(num_blocks, block_quota),
         adapters=empty_adapters(num_slots, num_row_blocks, max_registered),
         encoder=empty_encoder(encoder_cache_tokens, encoder_row_bytes),
         copies=(),
@@ -284,8 +285,8 @@ def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np
     """The row's newest tokens and logprobs, those its record does not have yet."""
     start = len(record.request.tokens) + len(record.generated)
     first = start % rows.tail_RB.shape[1]  # all of them stand in one block
-    places = slice(first, first + int(rows.num_tokens_R[row]) - start)
-    return rows.tail_RB[row, places], rows.tail_logprob_RB[row, places]
+    places = row, slice(first, first + int(rows.num_tokens_R[row]) - start)
+    return rows.tail_RB[places], rows.tail_logprob_RB[places]
 
 
 def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any) -> RequestState:

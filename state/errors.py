@@ -27,6 +27,10 @@ class UnknownAdapterError(RequestError):
     """No adapter of this name is loaded or registered."""
 
 
+class MediaError(RequestError):
+    """A picture, or another media item of a prompt, cannot be used, or does not fit the prompt."""
+
+
 class AdapterError(PurestepError, ValueError):
     """An adapter cannot be used: its files, its tensors or its settings are at fault."""
 

@@ -111,14 +111,13 @@ def overlap_groups(features: Sequence[Feature]) -> list[list[int]]:
     return groups
 
 
-def outside_groups(features: Sequence[Feature], usable: int, block_size: int) -> int:
-    """The most whole blocks of `usable` positions, in positions, that do not end within a group."""
-    usable -= usable % block_size
+def outside_groups(features: Sequence[Feature], num_blocks: int, block_size: int) -> int:
+    """How many of a prompt's first `num_blocks` blocks do not end within a group."""
     for group in reversed(overlap_groups(features)):
         first, last = features[group[0]].offset, max(features[i].end for i in group)
-        if first < usable < last:
-            usable = first - first % block_size
-    return usable
+        if first < num_blocks * block_size < last:
+            num_blocks = first // block_size
+    return num_blocks
 
 
 def group_embeds(features: Sequence[Feature], group: Sequence[int]) -> int:

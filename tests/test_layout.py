@@ -15,7 +15,16 @@ ALLOWED = {
     "state": {"numpy", "blake3", "immutables", "torch"},
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "blake3", "torch", "transformers", "safetensors"},
-    "engine": {"numpy", "blake3", "immutables", "torch", "transformers", "safetensors", "tqdm"},
+    "engine": {
+        "numpy",
+        "blake3",
+        "immutables",
+        "torch",
+        "transformers",
+        "safetensors",
+        "tqdm",
+        "PIL",
+    },
 }
 ARROWS = {
     "state": {"state"},
@@ -73,22 +82,31 @@ def test_the_readme_names_what_exists() -> None:
 
 
 def test_the_readme_example_runs_as_written(tmp_path: Path) -> None:
-    """On a tiny checkpoint and adapter in place of the reader's own folders."""
+    """On tiny checkpoints, an adapter and a picture in place of the reader's own."""
+    from PIL import Image
+
     from tests.engine.test_generate import byte_tokenizer
     from tests.engine.tiny import adapter_folder, checkpoint
+    from tests.engine.tiny_images import folder
 
     model, _ = checkpoint(vocab_size=257, max_position_embeddings=512)
     byte_tokenizer().save_pretrained(model)
-    example, hooks = readme_blocks("python")  # the second goes on from the first
+    Image.new("RGB", (30, 20)).save(tmp_path / "photo.jpg")
+    example, hooks, images = readme_blocks("python")  # each goes on from the one before
     assert len(example.strip().splitlines()) <= 14
     script = tmp_path / "example.py"
-    folders = {"path/to/checkpoint": str(model), "path/to/adapter": str(adapter_folder("a"))}
-    text = example + hooks
-    for placeholder, folder in folders.items():
-        text = text.replace(placeholder, folder)
+    paths = {
+        "path/to/checkpoint": str(model),
+        "path/to/adapter": str(adapter_folder("a")),
+        "path/to/photo.jpg": str(tmp_path / "photo.jpg"),
+    }
+    seeing = f"program = load_program({str(folder('llava'))!r})\n"
+    text = example + hooks + seeing + images
+    for placeholder, path in paths.items():
+        text = text.replace(placeholder, path)
     script.write_text(text)
     done = subprocess.run(
         [sys.executable, script], capture_output=True, text=True, cwd=tmp_path, check=False
     )
     assert done.returncode == 0, done.stderr
-    assert len(done.stdout.splitlines()) == 2 + 2
+    assert len(done.stdout.splitlines()) == 2 + 2 + 1

@@ -70,15 +70,15 @@ def _step(
         k = tl.load(k_ptr)
     else:
         k = tl.load(k_ptr, mask=(h < H)[:, None], other=0.0)
-    s = tl.dot(q, k, input_precision=PRECISION) * scale
+    s = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
         visible = seen[None, :] & (index[None, :] <= at[:, None])
         if WINDOW > 0:
             visible &= index[None, :] > at[:, None] - WINDOW
         s = tl.where(visible, s, float("-inf"))
-    new_top = tl.maximum(top, tl.max(s, 1))
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
     base = tl.where(new_top == float("-inf"), 0.0, new_top) if MASKED else new_top
-    p = tl.exp2(s - base[:, None])
+    p = tl.exp2(s * scale - base[:, None])
     old = tl.exp2(top - base)
     if MASKED:
         v = tl.load(v_ptr, mask=seen[:, None] & (h < H)[None, :], other=0.0)
@@ -115,17 +115,24 @@ def _attend(
     BLOCK_C: tl.constexpr,
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
-    UNIFORM: tl.constexpr,
+    ROWS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
     m = tl.arange(0, BLOCK_M)
     h = tl.arange(0, BLOCK_H)
-    if UNIFORM:  # one query a row, and row r is token r
+    if ROWS == "uniform":  # one query a row, and row r is token r
         row = tl.program_id(0)
         context = tl.load(context_ptr + row).to(tl.int32)
         first = row
         count = 1
+        position = context - 1
+        live = context > 0
+    elif ROWS == "single":  # of rows of all sorts those with one query
+        row = tl.program_id(0)
+        context = tl.load(context_ptr + row).to(tl.int32)
+        first = tl.load(start_ptr + row).to(tl.int32)
+        count = (tl.load(start_ptr + row + 1).to(tl.int32) - first == 1).to(tl.int32)
         position = context - 1
         live = context > 0
     else:
@@ -136,6 +143,8 @@ def _attend(
         end = tl.load(start_ptr + row + 1, mask=live, other=T).to(tl.int32)
         first = begin + (pid - begin // BLOCK_Q - row) * BLOCK_Q
         count = tl.minimum(end - first, BLOCK_Q)
+        if ROWS == "longer":  # those with more than one, and padding
+            count = tl.where(live & (end - begin == 1), 0, count)
         context = tl.load(context_ptr + row, mask=live, other=0).to(tl.int32)
         position = context - (end - first)
     if count <= 0:
@@ -217,11 +226,11 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     return min(16, 1 << max(0, wanted.bit_length() - 1))
 
 
-def tile_shape(uniform: bool, BLOCK_H: int, wide: bool) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_C, warps, stages)."""
+def tile_shape(few: bool, BLOCK_H: int, wide: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_C, warps, stages), for rows of one query or of more."""
     if wide:
         return 16, 32, 4, 1
-    if uniform:
+    if few:
         return 16, 64 if BLOCK_H <= 128 else 32, 2, 3
     return (128, 32, 4, 3) if BLOCK_H <= 128 else (64, 32, 8, 2)
 
@@ -238,8 +247,9 @@ def launch(
     splits: int | None = None,
     shape: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
-    """`uniform` promises one query a row, that of token r for row r; rows without context are
-    padding. Only then keys are split. `shape` is (BLOCK_M, BLOCK_C, warps, stages)."""
+    """`scale` is above 0. `uniform` promises one query a row, that of token r for row r; rows
+    without context are padding. Only then keys are split. `shape` is (BLOCK_M, BLOCK_C, warps,
+    stages)."""
     (T, N, H), (R, M) = q_TNH.shape, block_table_RM.shape
     K, block_size = kv.shape[3], kv.shape[2]
     if q_TNH.stride(2) != 1 or q_TNH.stride(1) != H:
@@ -247,47 +257,49 @@ def launch(
     o_TNH = torch.empty((T, N, H), dtype=q_TNH.dtype, device=q_TNH.device)
     if T == 0:
         return o_TNH
-    G, wide = N // K, q_TNH.dtype == torch.float32
-    BLOCK_H = max(16, triton.next_power_of_2(H))
-    BLOCK_M, BLOCK_C, warps, stages = shape or tile_shape(uniform, BLOCK_H, wide)
-    BLOCK_M = max(BLOCK_M, triton.next_power_of_2(G))
-    Z = 1
-    if uniform:
-        Z = num_splits(R, K) if splits is None else splits
-    grid = (R, K, Z) if uniform else (T // (BLOCK_M // G) + R + 1, K, 1)
+    wide = q_TNH.dtype == torch.float32
+    Z = (num_splits(R, K) if splits is None else splits) if uniform else 1
     part, stat = o_TNH, o_TNH
     if Z > 1:
         part = torch.empty((T, N, Z, H), dtype=torch.float32, device=q_TNH.device)
         stat = torch.empty((T, N, Z, 2), dtype=torch.float32, device=q_TNH.device)
-    _attend[grid](
-        q_TNH,
-        kv,
-        part,
-        stat,
-        query_start_R1,
-        context_len_R,
-        block_table_RM,
-        T,
-        R,
-        kv.stride(0),
-        M,
-        q_TNH.stride(0),
-        scale * LOG2E,
-        K=K,
-        G=G,
-        H=H,
-        BLOCK_H=BLOCK_H,
-        BLOCK_SIZE=block_size,
-        BLOCK_M=BLOCK_M,
-        BLOCK_Q=1 if uniform else BLOCK_M // G,
-        BLOCK_C=BLOCK_C,
-        WINDOW=window,
-        SPLITS=Z,
-        UNIFORM=uniform,
-        PRECISION="ieee" if wide else "tf32",
-        num_warps=warps,
-        num_stages=stages,
-    )
+    # A tile of many queries is wasted on rows that have one: they go beside each other.
+    kinds = ("uniform",) if uniform else ("single", "longer") if R > 1 else ("all",)
+    BLOCK_H, G = max(16, triton.next_power_of_2(H)), N // K
+    for rows in kinds:
+        few = rows in ("uniform", "single")
+        own = None if rows == "single" else shape
+        BLOCK_M, BLOCK_C, warps, stages = own or tile_shape(few, BLOCK_H, wide)
+        BLOCK_M = max(BLOCK_M, triton.next_power_of_2(G))
+        _attend[(R, K, Z) if few else (T // (BLOCK_M // G) + R + 1, K, 1)](
+            q_TNH,
+            kv,
+            part,
+            stat,
+            query_start_R1,
+            context_len_R,
+            block_table_RM,
+            T,
+            R,
+            kv.stride(0),
+            M,
+            q_TNH.stride(0),
+            scale * LOG2E,
+            K=K,
+            G=G,
+            H=H,
+            BLOCK_H=BLOCK_H,
+            BLOCK_SIZE=block_size,
+            BLOCK_M=BLOCK_M,
+            BLOCK_Q=1 if few else BLOCK_M // G,
+            BLOCK_C=BLOCK_C,
+            WINDOW=window,
+            SPLITS=Z,
+            ROWS=rows,
+            PRECISION="ieee" if wide else "tf32",
+            num_warps=warps,
+            num_stages=stages,
+        )
     if Z > 1:
         _combine[(T * N,)](part, stat, o_TNH, H=H, BLOCK_H=BLOCK_H, Z=Z, num_warps=1)
     return o_TNH

@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.ops.kernels.deltas import FORMATS
+
 
 @triton.jit
 def _gather(ptr, slab, offset, mask, PARTS: tl.constexpr, DTYPE: tl.constexpr):
@@ -138,6 +140,8 @@ def _rope_write(
     x = _gather(y_ptr, slab, t * width + offset, live, PARTS, DTYPE)
     # The partner of a channel in its pair: i + C/2 for the first half of C, i - C/2 for the second.
     other = tl.where(h < C // 2, h + C // 2, h - C // 2)
+    if C % 16 == 0:  # said, so that accesses are 16 bytes wide
+        other = tl.max_contiguous(tl.multiple_of(other, 8), 8)
     turns = live & (h < C)[None, :] & (n < N + K)[:, None]
     partner_at = n[:, None] * H + other[None, :]
     partner = _gather(y_ptr, slab, t * width + partner_at, turns, PARTS, DTYPE)
@@ -239,6 +243,3 @@ def kv_write_(kv: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_index_T: Tensor) -> N
             K * H,
             BLOCK=min(1024, triton.next_power_of_2(K * H)),
         )
-
-
-FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

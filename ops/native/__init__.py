@@ -14,7 +14,7 @@ from torch import Tensor
 _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 _ARGUMENTS = {  # of each function of cpu.c, but for the number of threads
     "linear": "ppppnnn",
-    "add_deltas": "ppppppppppnnnnn",
+    "add_deltas": "ppppppppppnnnnnn",
     "add_rms_norm": "pppppnnf",
     "rope_write": "pppppppnnnnnnf",
     "attend": "ppppppnnnnnnnnnf",
@@ -70,13 +70,13 @@ def add_deltas_(
     owner_P: Tensor,
     slot_T: Tensor,
     span_X2: Tensor,
-    token_X: Tensor,
+    token_XI: Tensor,
     out_sizes: Sequence[int],
 ) -> None:
     S, P, D = a_SPD.shape
-    tensors = y_TO, x_TD, a_SPD, b_PO, chunk_C, owner_P, slot_T, span_X2, token_X
+    tensors = y_TO, x_TD, a_SPD, b_PO, chunk_C, owner_P, slot_T, span_X2, token_XI
     sizes = ctypes.addressof(_sizes(tuple(out_sizes)))
-    _call("add_deltas", *tensors, sizes, S, len(span_X2) - 1, P, D, y_TO.shape[1])
+    _call("add_deltas", *tensors, sizes, S, *token_XI.shape, P, D, y_TO.shape[1])
 
 
 @cache

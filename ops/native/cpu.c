@@ -25,7 +25,6 @@
 #define KEYS 64     /* keys that a query meets at a time */
 #define RANKS 8     /* adapter rows that a token meets at a time */
 #define CHUNK 16    /* adapter rows, and token rows of one slot: see ops/lora_linear.py */
-#define TILE 64
 #define SMALL 16384 /* numbers that are not worth a second thread */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -229,18 +228,18 @@ void linear(const float *x, const float *w, const float *bias, float *y, i64 T, 
     }
 }
 
-/* y[T, O] += each token's own low-rank delta. Tile i of X holds up to TILE tokens of one slot in
-   token_X[i * TILE...], -1 where it has no more; their adapter's rows are those of `owner_P` among
+/* y[T, O] += each token's own low-rank delta. Tile i of X holds up to I tokens of one slot in
+   token_XI[i * I...], -1 where it has no more; their adapter's rows are those of `owner_P` among
    the chunks that entries span_X2[i + 1] of chunk_C name. a[S, P, D], b[P, O]; slice s of O is
    `size_S[s]` wide. */
 void add_deltas(float *y, const float *x, const float *a, const float *b, const i32 *chunk_C,
-                const i32 *owner_P, const i32 *slot_T, const i32 *span_X2, const i32 *token_X,
-                const i64 *size_S, i64 S, i64 X, i64 P, i64 D, i64 O, int threads) {
-    const i64 groups = TILE / ROWS;
+                const i32 *owner_P, const i32 *slot_T, const i32 *span_X2, const i32 *token_XI,
+                const i64 *size_S, i64 S, i64 X, i64 I, i64 P, i64 D, i64 O, int threads) {
+    const i64 groups = I / ROWS;
     PARALLEL(schedule(dynamic))
     for (i64 item = 0; item < X * groups * S; item++) {
         i64 s = item % S, group = item / S, left = 0;
-        const i32 *token = token_X + group * ROWS, *span = span_X2 + 2 * (1 + group / groups);
+        const i32 *token = token_XI + group * ROWS, *span = span_X2 + 2 * (1 + group / groups);
         const float *from[ROWS];
         float hidden[ROWS][RANKS], *h[ROWS], *to[ROWS];
         int n = 0;
@@ -250,7 +249,7 @@ void add_deltas(float *y, const float *x, const float *a, const float *b, const 
             to[n] = y + token[n] * O + left;
             h[n] = hidden[n];
         }
-        if (!n) continue;
+        if (!n || span[0] == span[1]) continue;
         i32 slot = slot_T[token[0]];
         for (i64 c = span[0]; c < span[1]; c++) {
             i64 p = (i64)chunk_C[c] * CHUNK, end = least(p + CHUNK, P), ranks;
@@ -318,9 +317,11 @@ void rope_write(const float *qkv, const float *cos, const float *sin, const floa
 
 /* Places `from` <= j < end of a head, which lie `ld` apart, begin their way to a cache. */
 INLINE void fetch(const float *p, i64 ld, const i32 *table, i64 B, i64 from, i64 end, i64 H) {
-    for (i64 j = from; j < end; j++) {
+    for (i64 j = from, part; j < end; j += part) {
         const float *at = p + (table[j / B] * B + j % B) * ld;
-        for (i64 i = 0; i < H; i += 16) __builtin_prefetch(at + i);
+        part = least(B - j % B, end - j);
+        for (i64 n = 0; n < part; n++, at += ld)
+            for (i64 i = 0; i < H; i += 16) __builtin_prefetch(at + i);
     }
 }
 
@@ -346,12 +347,15 @@ static void attend_head(int T, const float *const *q, const float *k, const floa
         }
         for (int t = 0; t < T; t++) {
             float most = top[t], kept;
-            for (j = 0; j < n; j++) {
-                score[t][j] *= scale;
-                if (score[t][j] > most) most = score[t][j];
-            }
+            vec total = {0}, high = all(most);
             for (j = n; j % LANES; j++) score[t][j] = -INFINITY;
-            vec total = {0};
+            for (j = 0; j < n; j += LANES) {
+                vec p = load(score[t] + j) * scale;
+                store(score[t] + j, p);
+                high = pick(p > high, p, high);
+            }
+            for (j = 0; j < LANES; j++)
+                if (high[j] > most) most = high[j];
             for (j = 0; j < n; j += LANES) {
                 vec p = exps(load(score[t] + j) - most);
                 store(score[t] + j, p);

@@ -224,6 +224,21 @@ def test_two_runs_give_identical_tokens_and_logprobs() -> None:
 
 @gpu
 @needs_gpu
+def test_a_decode_step_waits_for_nothing_but_its_tokens() -> None:
+    """An implicit wait would also wait for the step queued behind, and leave the GPU idle after."""
+    program = gpu_program()
+    state = decoding(program, ["0", None, "2", "4", None])
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(4):
+            state, _ = step(program, state)
+            assert graphs_of(state.device.pool).ahead is not None
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@needs_gpu
 def test_a_warm_program_captures_no_more() -> None:
     program = gpu_program(max_rows=4, row_buckets=(1, 2, 4))
     state = with_ranks(program, RANKS)

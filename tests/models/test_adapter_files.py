@@ -396,6 +396,8 @@ def test_targets_without_weights_are_reported(targets, unused):
         "language_model.model.",
         "base_model.model.model.language_model.",
         "base_model.model.language_model.model.",
+        "language_model.",
+        "base_model.model.language_model.",
     ],
 )
 def test_wrapper_spellings(prefix):
@@ -619,6 +621,7 @@ def test_a_tied_adapter_is_stored_as_two_pairs():
         ("language_model.model.", "language_model.lm_head."),
         ("base_model.model.model.language_model.", "base_model.model.lm_head."),
         ("base_model.model.language_model.model.", "base_model.model.language_model.lm_head."),
+        ("base_model.model.language_model.", "base_model.model.lm_head."),
     ],
 )
 def test_wrapper_spellings_of_head_and_embedding(decoder, head):

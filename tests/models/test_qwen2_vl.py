@@ -9,10 +9,13 @@ import pytest
 import torch
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import smart_resize
 
+from purestep.models.decoder import forward
 from purestep.models.families import vision_config_from_hf
+from purestep.models.fused import fused_forward
 from purestep.models.qwen2_5_vl import QWEN2_5_VL, window_order
 from purestep.models.qwen_patches import Patches, largest, most_rows
 from purestep.state.errors import CheckpointError, RequestError
+from purestep.state.pytree import evolve
 from tests.models.tiny_vision import (
     assert_depends_on_pixels,
     assert_same_answers,
@@ -83,14 +86,26 @@ def test_steps_in_time_are_sequences_of_their_own(kind: str) -> None:
 
 
 def test_positions_matter() -> None:
-    """The oracle is no oracle of positions if plain ones do as well."""
+    """The oracle would not be one of positions, if plain ones did as well."""
     model = load("qwen2_vl")
-    plain = model.config.rope.sections
-    assert plain == (1, 2, 1)
-    ids, got, _ = computed(model, [picture(60, 120), [3, 4]])
-    turned, flat, _ = computed(model, [picture(120, 60), [3, 4]])
-    assert len(ids) == len(turned)
-    assert (got - flat).abs().max() > 0.01
+    parts = [picture(60, 120), [3, 4]]
+
+    def with_plain_positions(*given: Any, **named: Any) -> Any:
+        params, adapters, kv, batch, config = given
+        return forward(params, adapters, kv, evolve(batch, position_3T=None), config, **named)
+
+    _, got, _ = computed(model, parts)
+    _, plain, _ = computed(model, parts, with_plain_positions)
+    assert (got - plain).abs().max() > 0.01
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_fused_equals_plain(kind: str) -> None:
+    model = load(kind)
+    parts = [[5], picture(60, 120), [3, 4], picture(120, 60), [9]]
+    _, plain, _ = computed(model, parts)
+    _, fused, _ = computed(model, parts, fused_forward)
+    torch.testing.assert_close(fused, plain, atol=1e-5, rtol=1e-5)
 
 
 TABLE = [  # multimodal.md 6.3: height, width, rows with the checkpoint's limits and with 5.24's
@@ -139,6 +154,8 @@ def test_no_picture_has_more_rows_than_the_largest(least: int, most: int) -> Non
     assert item["pixel_values"].shape == (t * h * w, 1176)
     old = {"min_pixels": least, "max_pixels": min(most, 200_000), "size": None}
     assert largest(REAL, old)["image_grid_thw"].tolist() == [t, h, w]
+    usual = {"size": {"shortest_edge": 3136, "longest_edge": 1_003_520}}
+    assert largest(REAL, {})["image_grid_thw"].equal(largest(REAL, usual)["image_grid_thw"])
 
 
 def test_the_largest_item_is_encoded() -> None:

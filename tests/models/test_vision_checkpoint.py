@@ -11,17 +11,18 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.utils import _pytree as pytree
-from transformers import LlamaConfig, LlavaConfig, OPTConfig
+from transformers import LlamaConfig, LlavaConfig, OPTConfig, Qwen2_5_VLConfig, Qwen2VLConfig
 
 from purestep.engine import load_program
 from purestep.models.checkpoint import load_checkpoint, load_vision, stop_ids
+from purestep.models.config import RopeConfig
 from purestep.models.families import model_config_from_hf, vision_config_from_hf
 from purestep.models.tensor_files import TOWER, plain_name
 from purestep.state.errors import CheckpointError, ConfigError
 from tests.models.tiny import SIZES, save_checkpoint
 from tests.models.tiny_vision import saved
 
-KINDS = ["llava", "llava-siglip"]
+KINDS = ["llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_vl-tied", "qwen2_5_vl"]
 ENGINE = {"num_blocks": 8, "max_rows": 2, "device": "cpu", "lora_rows": 8}
 
 
@@ -61,8 +62,14 @@ def everything(folder: Path) -> tuple[list[Tensor], str, str]:
     return [leaf for leaf in leaves if leaf is not None], digest, found[1]
 
 
+def old_qwen(name: str) -> str:
+    """As transformers before 4.52 wrote Qwen2-VL."""
+    plain = plain_name(name)
+    return plain if TOWER.fullmatch(plain) or plain.startswith("lm_head") else f"model.{plain}"
+
+
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("layout", [old_name, new_name, whole])
+@pytest.mark.parametrize("layout", [old_name, new_name, whole, old_qwen])
 def test_layouts_are_one_model(kind: str, layout: Callable[[str], str], tmp_path: Path) -> None:
     want, *digests = everything(saved(kind)[0])
     got, *others = everything(edited(kind, tmp_path, layout))
@@ -127,6 +134,30 @@ def test_the_language_model_is_the_text_model_inside() -> None:
         vision_config_from_hf(llava.to_dict() | {"quantization_config": {"bits": 4}})
 
 
+@pytest.mark.parametrize(
+    ("config_class", "kind"), [(Qwen2VLConfig, "qwen2_vl"), (Qwen2_5_VLConfig, "qwen2_5_vl")]
+)
+def test_old_configs_of_qwen_are_flat(config_class: type, kind: str) -> None:
+    """As the published checkpoints have them: the language model's settings beside the tower's."""
+    tower = {"model_type": kind, "spatial_patch_size": 14, "in_chans": 3}
+    rope = {"type": "mrope", "mrope_section": [1, 2, 1]}
+    flat = {"model_type": kind, **SIZES, "rope_theta": 5e5, "rope_scaling": rope}
+    flat |= {"vision_config": tower, "tie_word_embeddings": True, "image_token_id": 77}
+    new = {"rope_type": "default", "rope_theta": 5e5, "mrope_section": [1, 2, 1]}
+    nested = config_class(
+        text_config={**SIZES, "rope_parameters": new},
+        tie_word_embeddings=True,
+        image_token_id=77,
+    )
+    config = model_config_from_hf(flat)
+    assert config == model_config_from_hf(nested)
+    assert config.tie_embeddings
+    assert config.rope == RopeConfig(theta=5e5, sections=(1, 2, 1))
+    family, vision = vision_config_from_hf(flat)
+    assert (family, vision) == vision_config_from_hf(nested)
+    assert family.marker(vision) == 77
+
+
 def test_stop_ids_inside_the_text_config(tmp_path: Path) -> None:
     given = {"model_type": "llava", "text_config": {"eos_token_id": [2, 7]}}
     (tmp_path / "config.json").write_text(json.dumps(given))
@@ -136,12 +167,13 @@ def test_stop_ids_inside_the_text_config(tmp_path: Path) -> None:
 # Programs
 
 
-def test_a_program_has_the_tower() -> None:
-    program = load_program(saved("llava")[0], **ENGINE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_program_has_the_tower(kind: str) -> None:
+    program = load_program(saved(kind)[0], **ENGINE)
     assert program.config.image_limit == 999
     assert program.vision.config == program.config.vision
     hash(program.config)
-    assert load_program(saved("llava")[0], **ENGINE, image_limit=2).config.image_limit == 2
+    assert load_program(saved(kind)[0], **ENGINE, image_limit=2).config.image_limit == 2
 
 
 def test_without_images_the_tower_is_not_read(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ E rows of an item, L tokens of a prompt, V vocabulary, D hidden size.
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -237,9 +237,11 @@ def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
 
 
 @torch.inference_mode()
-def computed(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, list[Tensor]]:
+def computed(
+    model: Loaded, parts: Sequence[Part], decode: Callable[..., Tensor] = forward
+) -> tuple[list[int], Tensor, list[Tensor]]:
     """The same, by this library: each picture processed alone, all encoded together, the rows put
-    over the markers' embeddings."""
+    over the markers' embeddings. `decode` is `forward` or `fused_forward`."""
     images = [part for part in parts if isinstance(part, Image.Image)]
     items = [model.item(image) for image in images]
     rows = model.encode(items)
@@ -265,7 +267,7 @@ def computed(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
     config = model.config
     pages = torch.full((2, len(ids), 1, config.num_kv_heads, config.head_dim), float("nan"))
     embeds = (torch.tensor(places), torch.cat(rows)) if rows else None
-    hidden = forward(
+    hidden = decode(
         model.params,
         None,
         [pages.clone() for _ in range(config.num_layers)],

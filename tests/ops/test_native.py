@@ -17,7 +17,8 @@ from torch import Tensor
 
 from purestep.ops import native
 from purestep.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
-from purestep.ops.lora_linear import CHUNK, TILE, Deltas, lora_linear, lora_linear_ref
+from purestep.ops.linear import SKINNY
+from purestep.ops.lora_linear import CHUNK, Deltas, lora_linear_ref, shrunk_linear
 from purestep.ops.rope_write import rope_write_, rope_write_ref_
 from purestep.ops.sample import greedy, score
 from purestep.ops.silu_mul import silu_mul
@@ -50,7 +51,9 @@ def with_threads(count: int, call: Callable[[], Any]) -> Any:
         torch.set_num_threads(before)
 
 
-def deltas(slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: list[int]) -> Deltas:
+def deltas(
+    slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: list[int], tile: int
+) -> Deltas:
     """Adapter i has `ranks[i]` rows in blocks of 8, laid in falling order of i with a block of
     nobody's, which is NaN, before each."""
     owner: list[int] = []
@@ -63,17 +66,17 @@ def deltas(slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: list[int]) 
     padded = torch.nn.functional.pad(owner_P, (0, -P % CHUNK), value=-1).view(-1, CHUNK)
     used = (padded >= 0).any(1).nonzero().flatten()
     slots, spans, tokens = torch.tensor(slot_T, dtype=torch.int32), [(0, len(used))], []
-    for slot in range(len(ranks)):
+    for slot in range(-1, len(ranks)):
         mine = (padded[used] == slot).any(1).nonzero().flatten().tolist()
-        for part in (slots == slot).nonzero().flatten().split(TILE):
+        for part in (slots == slot).nonzero().flatten().split(tile):
             if len(part):
-                spans.append((mine[0], mine[-1] + 1))
-                tokens.append(torch.nn.functional.pad(part, (0, TILE - len(part)), value=-1))
+                spans.append((mine[0], mine[-1] + 1) if slot >= 0 else (0, 0))
+                tokens.append(torch.nn.functional.pad(part, (0, tile - len(part)), value=-1))
     spans.append((0, 0))  # a tile that is not needed
-    tokens.append(torch.full((TILE,), -1))
+    tokens.append(torch.full((tile,), -1))
     chunk_C = torch.zeros(len(padded), dtype=torch.int32)
     chunk_C[: len(used)] = used
-    parts = chunk_C, owner_P, slots, torch.tensor(spans), torch.cat(tokens)
+    parts = chunk_C, owner_P, slots, torch.tensor(spans), torch.stack(tokens)
     return Deltas(a_SPD, b_PO, *(part.int() for part in parts))
 
 
@@ -82,18 +85,21 @@ def deltas(slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: list[int]) 
     WIDTHS,
     st.sampled_from([(5,), (32,), (8, 9, 24), (40, 40)]),
     st.lists(st.integers(1, 40), min_size=3, max_size=3),
+    st.sampled_from([16, 32, 64]),
 )
-@example([0] * 150 + [-1, 2], 33, (16, 8), [20, 1, 8])  # more tokens than a tile, or a skinny batch
-@example([1], 16, (8,), [1, 64, 1])
-def test_lora_linear(slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: list[int]) -> None:
+@example([0] * 150 + [-1, 2], 33, (16, 8), [20, 1, 8], 64)  # many for a tile, or a skinny batch
+@example([1], 16, (8,), [1, 64, 1], 16)
+def test_lora_linear(
+    slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: list[int], tile: int
+) -> None:
     T, O = len(slot_T), sum(sizes)  # noqa: E741
     x_TD, w_OD, bias_O = random(T, D), random(O, D) * D**-0.5, random(O)
-    lora = deltas(slot_T, D, sizes, ranks)
+    lora = deltas(slot_T, D, sizes, ranks, tile)
     clean = Deltas(lora.a_SPD.nan_to_num(), lora.b_PO.nan_to_num(), *lora[2:])
-    got = lora_linear(x_TD, w_OD, bias_O, lora, sizes)
+    got, _ = shrunk_linear(x_TD, w_OD, bias_O, lora, sizes)
     close(got, lora_linear_ref(x_TD, w_OD, bias_O, clean, sizes))
     base = torch.tensor(slot_T) < 0
-    assert torch.equal(got[base], lora_linear(x_TD, w_OD, bias_O, None, sizes)[base])
+    assert torch.equal(got[base], shrunk_linear(x_TD, w_OD, bias_O, None, sizes)[0][base])
     if not base.all():
         with pytest.raises(AssertionError):
             close(got, lora_linear_ref(x_TD, w_OD, bias_O, None, sizes))
@@ -101,8 +107,10 @@ def test_lora_linear(slot_T: list[int], D: int, sizes: tuple[int, ...], ranks: l
     assert torch.equal(threaded, native.linear(x_TD, w_OD, bias_O))
     for t in range(min(T, 3)):  # alone: other tiles, the same bits
         alone = native.linear(x_TD[t : t + 1], w_OD, bias_O)
-        native.add_deltas_(alone, x_TD[t : t + 1], *deltas([slot_T[t]], D, sizes, ranks), sizes)
-        if T <= 32:
+        native.add_deltas_(
+            alone, x_TD[t : t + 1], *deltas([slot_T[t]], D, sizes, ranks, tile), sizes
+        )
+        if T <= SKINNY:
             assert torch.equal(alone[0], got[t])
 
 

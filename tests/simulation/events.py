@@ -76,9 +76,11 @@ def pick(rng: np.random.Generator, choices: Sequence[Any]) -> Any:
 
 def random_config(rng: np.random.Generator) -> dict[str, Any]:
     """What a config has other than `world.DEFAULTS`."""
+    num_blocks = int(rng.integers(7, 15))
     return {
         "block_size": pick(rng, (1, 2, 4, 4)),
-        "num_blocks": int(rng.integers(7, 15)),
+        "num_blocks": num_blocks,
+        "adapter_block_quota": pick(rng, (0, 0, max(6, num_blocks // 2))),
         "max_rows": pick(rng, (2, 3, 4, 5)),
         "max_batched_tokens": int(rng.integers(5, 15)),
         "max_active_adapters": int(rng.integers(1, 4)),

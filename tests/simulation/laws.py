@@ -19,7 +19,7 @@ from purestep.state.adapters import check_adapters, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
-from purestep.state.media import overlap_groups
+from purestep.state.media import embed_runs, overlap_groups
 from purestep.state.plan import StepPlan
 from purestep.state.request import Request, RequestState
 
@@ -202,18 +202,42 @@ def law_15_base_is_never_delayed(before: HostState, plan: StepPlan, order: Order
 
 
 def law_15_a_promise_is_kept(before: HostState, after: HostState) -> None:
-    """21.15, what bounds the wait (11.3): the rows that a promised place waits for do not become
-    more, and no adapter but those that have a promise comes in."""
+    """21.15, what bounds the wait (11.3): while a promise stands (one that a pin makes impossible,
+    or that yields, is made anew), the rows that its place waits for do not become more, and no
+    adapter but those that have a promise comes in."""
     promises = before.adapters.reservations
-    standing = {r.version for r in after.adapters.reservations}
-    for promise in promises:
-        if promise.version in standing:
-            for victim in promise.victims:
-                had, has = before.rows.versions.count(victim), after.rows.versions.count(victim)
-                assert has <= had, f"{victim} got a new row before {promise.version} came in"
-    if standing & {r.version for r in promises}:
+    standing = [p for p in promises if any(p is now for now in after.adapters.reservations)]
+    for promise in standing:
+        for victim in promise.victims:
+            had, has = before.rows.versions.count(victim), after.rows.versions.count(victim)
+            assert has <= had, f"{victim} got a new row before {promise.version} came in"
+    if standing:
         came = set(after.adapters.resident) - set(before.adapters.resident)
-        assert came <= {r.version for r in promises}, "another adapter came in before the promised"
+        assert came <= {p.version for p in promises}, "another adapter came in before the promised"
+
+
+def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState) -> int:
+    """21.15 in numbers (11.3; derived in `engine/admission.py`), where blocks and rows suffice and
+    a prompt takes one step: a promise is kept at the latest when the rows it waits for have run
+    out. `due` remembers, from step to step, the last step for each version. Returns how many came
+    in."""
+    waited_for: set[str] = set()  # by a promise and those before it
+    for promise in after.adapters.reservations:
+        waited_for.update(promise.victims)
+        if not any(promise is known for known in before.adapters.reservations):
+            run = 1 + longest_run(after, waited_for)  # and this step's
+            due.setdefault(promise.version, before.step + run)
+    came = [version for version in due if version in after.adapters.resident]
+    for version in came:
+        assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
+    return len(came)
+
+
+def longest_run(host: HostState, versions: set[str]) -> int:
+    """Steps until no row of these versions is left, where each draws a token a step."""
+    left_R = (host.rows.limit_R - host.rows.num_tokens_R).tolist()
+    mine = [left for left, v in zip(left_R, host.rows.versions, strict=True) if v in versions]
+    return max(mine, default=0)
 
 
 def law_16_keys_are_contents(
@@ -256,7 +280,7 @@ def law_18_references(host: HostState) -> None:
 
 def law_19_reuse_order(before: HostState, after: HostState) -> None:
     """21.19: blocks without a key at the head, then the least recently released, the tail of a
-    chain before its head."""
+    chain before its head; of an adapter that has its quota, among its own."""
     old, new = before.blocks, after.blocks
     assert not any(s < 0 and b in new.digest_of for s, b in new.queue.items())
     for row, key in enumerate(before.rows.ids):
@@ -267,12 +291,17 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
         stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
         assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
     queued = [b for b in free_order(old) if b in old.digest_of]
-    lost = [new.digest_of.get(b) != old.digest_of[b] for b in queued]
-    if any(lost):
-        newest = int(np.flatnonzero(lost)[-1])
-        for block, gone in zip(queued[:newest], lost, strict=False):
+    lost = {b for b in queued if new.digest_of.get(b) != old.digest_of[b]}
+    owned = lost.intersection(old.owner_of)  # their owner may take them out of turn
+    lines = [(queued, lost - owned)]
+    for owner in {old.owner_of[b] for b in owned}:
+        line = [b for b in queued if old.owner_of.get(b) == owner]
+        lines.append((line, owned.intersection(line)))
+    for line, taken in lines:
+        newest = max((line.index(b) for b in taken), default=0)
+        for block in line[:newest]:
             moved = block in new.refs or new.stamp_of.get(block) != old.stamp_of[block]
-            assert gone or moved, "a block was reused before one released earlier"
+            assert block in lost or moved, "a block was reused before one released earlier"
 
 
 def law_19_cached_is_computed(
@@ -342,14 +371,11 @@ def law_in_flight_ids_are_the_rows_own(before: HostState, plan: StepPlan) -> Non
 
 
 def law_m_budgets(config: Config, plan: StepPlan) -> None:
-    """A step encodes within its budget, and nothing twice, nor what none of its rows needs."""
+    """A step encodes within its budget, nothing twice, and nothing if no row merges any."""
     names = [item.identifier for item in plan.encodes]
     assert len(set(names)) == len(names)
     assert sum(item.num_embeds for item in plan.encodes) <= config.max_encoder_tokens
-    used = {span.identifier for span in plan.merges}
-    groups = {name for name in names if name not in used}
-    assert not groups or config.max_encoder_tokens, "encoded without a budget"
-    assert used or not names, "encoded for nobody"
+    assert plan.merges or not names, "encoded for nobody"
 
 
 def law_m_outputs_are_there(before: HostState, plan: StepPlan) -> None:
@@ -385,10 +411,10 @@ def law_m_whole_items(config: Config, before: HostState, plan: StepPlan) -> None
     for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
         features = before.requests[key].request.features
         for group in overlap_groups(features):
-            first, last = features[group[0]].offset, max(features[i].end for i in group)
-            assert not first < start < last or start > len(before.requests[key].request.tokens)
-            masked = all(features[i].is_embed is None for i in group)
-            assert not (masked and first < end < last), f"{key} stops within an item"
+            runs = [run for i in group for run in embed_runs(features[i])]
+            first, last = min(run[0] for run in runs), max(run[1] for run in runs)
+            assert not first < start <= last, f"{key} begins within an item"
+            assert not first < end <= last, f"{key} stops within an item"
 
 
 def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: Order) -> None:
@@ -415,6 +441,7 @@ def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: 
 
 
 def _lacks_outputs(before: HostState, key: str) -> bool:
-    """Whether a request may have to wait for an encoding."""
+    """Whether a request may have to wait for an encoding: an output that nobody holds may give its
+    place to another in the very step."""
     features = before.requests[key].request.features
-    return any(f.num_embeds and f.identifier not in before.encoder.outputs for f in features)
+    return any(f.num_embeds and f.identifier not in before.encoder.holders for f in features)

@@ -209,9 +209,12 @@ class Machine:
         known = {*self.bound, *self.state.host.adapters.sources, None}
         length = len(request.tokens) or len(request.prompt_embeds)
         blocks = -(-(length + (request.sampling.max_tokens > 0)) // self.config.block_size)
+        end = min(length + request.sampling.max_tokens, self.config.max_context)
+        quota = self.config.adapter_block_quota if name is not None else 0
+        over = quota and -(-end // self.config.block_size) > quota
         taken = any(id in (key, told.request.id) for key, told in self.live.items())
         fits = blocks <= self.config.num_blocks and not too_large(self.config, request)
-        if name not in known or not fits or taken:
+        if name not in known or not fits or taken or over:
             with refused(RequestError):
                 submit(self.state, request)
             return

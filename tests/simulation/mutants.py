@@ -15,8 +15,11 @@ import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
 from purestep.engine.commit import _filled_blocks, _next_digest, _without
+from purestep.engine.encoding import Encoding, settled
+from purestep.engine.media import plan_positions
 from purestep.engine.planning import _gathered, _sampling, _slots, _step_tokens, make_plan
-from purestep.engine.renewal import _rebound
+from purestep.engine.quota import quota_room
+from purestep.engine.renewal import _rebound, _recomputed
 from purestep.engine.requests import _child, abort_host
 from purestep.engine.schedule import (
     _lengthened,
@@ -29,8 +32,10 @@ from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import EncoderLedger, hold
 from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
+from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
 
 STEPS_OF_ONE_STATE = 500
 
@@ -293,6 +298,115 @@ MUTANTS = (
         "pass",
     ),
     mutant(
+        "encoder rows are taken one too far",
+        gather_plan,
+        "embed_indices(feature, low, high)[0]",
+        "embed_indices(feature, low, high)[0] + 1",
+    ),
+    mutant(
+        "a chunk within an item begins with the item's first row",
+        gather_plan,
+        "embed_indices(feature, low, high)[0]",
+        "0",
+    ),
+    mutant(
+        "places without a row are counted as rows",
+        embed_indices,
+        "first = int(np.count_nonzero(feature.is_embed[:start]))",
+        "first = start",
+    ),
+    mutant(
+        "an output is dropped while a row stands within its item",
+        settled,
+        "holds_of(record, end)",
+        "holds_of(record)",
+    ),
+    mutant(
+        "the most recently released output goes first",
+        EncoderLedger.evictable.fget,
+        "in sorted(idle)",
+        "in sorted(idle, reverse=True)",
+    ),
+    mutant(
+        "the reference of a row that ends is forgotten",
+        settled,
+        "dict.fromkeys(left)",
+        "{}",
+    ),
+    mutant(
+        "the reference of a preempted row is forgotten",
+        Encoding.leave,
+        "let_go(self.ledger, holds_of(record))",
+        "self.ledger",
+    ),
+    mutant(
+        "the encoding of a preempted row is taken for done",
+        Encoding.leave,
+        "            else:\n                del self._encodes[name]",
+        "            else:\n                del self._encodes[name]\n"
+        "                self.ledger = planned(self.ledger, name, item.num_embeds)",
+    ),
+    mutant(
+        "a second reference to an output replaces the first",
+        hold,
+        "tuple(sorted((*holders, holder)))",
+        "(holder,)",
+    ),
+    mutant(
+        "the device is not told what to drop",
+        make_plan,
+        "        drops=drops,",
+        "        drops=(),",
+    ),
+    mutant(
+        "a failed step's drops are not taken back",
+        without_overwritten,
+        "lost.outputs)",
+        "())",
+    ),
+    mutant(
+        "outputs of the old weights are used with the new ones",
+        _recomputed,
+        "dropped(host.encoder, host.encoder.outputs)",
+        "host.encoder",
+    ),
+    mutant(
+        "where an item begins is left out of the key",
+        extra_keys,
+        "(f.offset - start, f.length, _feature_key(f))",
+        "(0, f.length, _feature_key(f))",
+    ),
+    mutant(
+        "only the first of the items in a block is in its key",
+        extra_keys,
+        "for offset, length, k in found",
+        "for offset, length, k in found[:1]",
+    ),
+    mutant(
+        "the places without a row are left out of the key",
+        _feature_key,
+        "feature.is_embed.tobytes()",
+        'b""',
+    ),
+    mutant(
+        "an item's identifier is left out of the key",
+        _feature_key,
+        "feature.identifier.encode()",
+        'b""',
+    ),
+    mutant(
+        "media of the prompt move no position behind it",
+        plan_positions,
+        "rows.num_computed_R + rows.delta_R - first_R",
+        "rows.num_computed_R - first_R",
+    ),
+    mutant(
+        "whoever comes later takes the encoder's budget first",
+        Encoding._note,
+        'self._closed |= choice.short_of == "encoder"',
+        "pass",
+    ),
+    mutant(
         "the last in the queue is served first",
         admit,
         "for request_id in order.waiting:",
@@ -303,6 +417,24 @@ MUTANTS = (
         _make_room,
         "row = remaining.pop()",
         "row = remaining.pop(0)",
+    ),
+    mutant(
+        "an adapter at its quota takes what others have cached",
+        BlockDraft._pop_for,
+        "if idle and self.owned[owner] >= self.quota:",
+        "if False:",
+    ),
+    mutant(
+        "rows that will grow are left out of a quota",
+        quota_room,
+        "growth += last - len(rows.tables[row])",
+        "growth += 0",
+    ),
+    mutant(
+        "who was skipped is not asked again once a place opens",
+        _Queue.look_again,
+        "self._asks_again = True",
+        "self._asks_again = False",
     ),
     mutant(
         "the end of a preempted row's tokens is forgotten",

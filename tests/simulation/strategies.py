@@ -91,6 +91,7 @@ config_changes = st.fixed_dictionaries(
         "long_prefill_threshold": st.sampled_from((0, 3)),
         "adapter_age_limit": st.sampled_from((0, 3, 12)),
         "adapter_preemption": st.booleans(),
+        "adapter_block_quota": st.sampled_from((0, 0, 4)),
         "tokens": st.just(TABLE),
         "max_encoder_tokens": st.sampled_from((0, 9, 20)),
         "encoder_cache_tokens": st.sampled_from((0, 4, 9, 30)),

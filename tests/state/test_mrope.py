@@ -1,5 +1,6 @@
 """M-RoPE positions (multimodal.md, section 7), against transformers' own models."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,7 +12,9 @@ from hypothesis import example, given, settings
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
 
-from purestep.state.mrope import Media, mrope_positions
+from purestep.state.errors import RequestError
+from purestep.state.media import Feature
+from purestep.state.mrope import Media, check_grids, mrope_positions
 
 MERGE = 2
 
@@ -141,8 +144,13 @@ def test_worked_cases(name: str) -> None:
 
 
 def test_ticks_are_counted_in_float32() -> None:
-    positions, _ = mrope_positions(11, [(0, (11, 2, 2))], MERGE, [0.35 * 2])
-    assert positions[0, 10] == 7
+    """Ten steps of 0.7 as float32 has it: 7 ticks, where float64 would count 6."""
+    interval = float(torch.tensor(0.35)) * 2
+    positions, _ = mrope_positions(11, [(0, (11, 2, 2))], MERGE, [interval])
+    assert positions[0, 10] == 7 > int(10 * interval)
+    seconds = torch.tensor([0.35])
+    want, _ = hf_index(Qwen2_5_VLModel, 11, [(0, (11, 2, 2))], 2, second_per_grid_ts=seconds)
+    assert (positions == want).all()
 
 
 @given(prompts(st.tuples(st.integers(1, 3), side, side)))
@@ -175,3 +183,36 @@ def test_text_counts_up_alike_on_all_rows(parts: list[Any]) -> None:
 def test_impossible_places_are_refused(media: list[Media]) -> None:
     with pytest.raises(ValueError, match=rf"item {len(media) - 1} takes tokens"):
         mrope_positions(7, media, MERGE)
+
+
+def item(offset: int, grid: tuple[int, int, int]) -> Feature:
+    """A merged grid, of 2 x 2 patches a token."""
+    t, h, w = grid
+    return Feature(
+        modality="image",
+        digest="d",
+        identifier=f"{grid}",
+        offset=offset,
+        length=t * h * w,
+        grid=(t, 2 * h, 2 * w),
+    )
+
+
+@pytest.mark.parametrize(
+    ("feature", "message"),
+    [
+        (replace(item(0, (1, 2, 2)), grid=None), r"item 0 \(image\) needs a grid"),
+        (
+            replace(item(0, (1, 2, 2)), grid=(1, 4, 6)),
+            r"\(1, 4, 6\) patches, 2 x 2.*its 4 embeddings",
+        ),
+        (replace(item(0, (1, 2, 2)), grid=(1, 1, 16)), "does not give"),
+        (
+            replace(item(0, (1, 1, 2)), length=3, is_embed=np.array([True, False, True])),
+            "must stand side by side",
+        ),
+    ],
+)
+def test_grids_that_do_not_fit_are_refused(feature: Feature, message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        check_grids([feature], 2, "r")

@@ -11,9 +11,17 @@ pytest.importorskip("triton")
 from purestep.models.config import RopeConfig
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm_ref
-from purestep.ops.kernels import attention, elementwise, greedy, products
+from purestep.ops.kernels import attention, elementwise, folded, greedy, products
+from purestep.ops.kernels.deltas import expand_, shrink
 from purestep.ops.kv_write import kv_write_ref_
-from purestep.ops.lora_linear import CHUNK, TILE, Deltas, lora_linear_ref
+from purestep.ops.lora_linear import (
+    CHUNK,
+    Deltas,
+    Shrunk,
+    lora_linear_ref,
+    num_tiles,
+    tile_size,
+)
 from purestep.ops.paged_attention import paged_attention_ref
 from purestep.ops.rope_write import rope_write_ref_
 from purestep.ops.sample import score
@@ -84,16 +92,18 @@ def deltas(T: int, width: int, sizes: tuple[int, ...], P: int, dtype: torch.dtyp
     b = random(P, sum(sizes), dtype=dtype)
     a[:, owner < 0], b[owner < 0] = torch.nan, torch.nan
     slot = torch.tensor([(2, -1, 0)[t % 3] for t in range(T)], dtype=torch.int32)
-    spans, tokens = [(0, 2)], []
-    for value, span in ((0, (1, 2)), (2, (0, 1))):
-        for part in (slot == value).nonzero().flatten().split(TILE):
-            spans.append(span)
-            tokens.append(torch.nn.functional.pad(part, (0, TILE - len(part)), value=-1))
+    spans, tokens, size = [(0, 2)], [], tile_size(T, 2)
+    for value, span in ((-1, (0, 0)), (0, (1, 2)), (2, (0, 1))):
+        for part in (slot == value).nonzero().flatten().split(size):
+            if len(part):
+                spans.append(span)
+                tokens.append(torch.nn.functional.pad(part, (0, size - len(part)), value=-1))
+    assert len(tokens) <= num_tiles(T, 2)
     spans.append((0, 0))  # a tile that is not needed
-    tokens.append(torch.full((TILE,), -1))
+    tokens.append(torch.full((size,), -1))
     chunk = torch.zeros(-(-P // CHUNK), dtype=torch.int32)
     chunk[1] = 1
-    parts = (chunk, owner, slot, torch.tensor(spans), torch.cat(tokens))
+    parts = (chunk, owner, slot, torch.tensor(spans), torch.stack(tokens))
     return Deltas(a, b, *(x.int().to(DEVICE) for x in parts))
 
 
@@ -104,30 +114,84 @@ def wide(lora: Deltas) -> Deltas:
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("T", "width", "sizes", "P"),
-    [(1, 64, (48,), 24), (5, 80, (48, 32, 32), 40), (17, 256, (64,), 24), (70, 64, (96, 96), 32)],
+    ("T", "width", "O", "P"),
+    [(1, 64, 48, 24), (5, 80, 112, 40), (17, 256, 64, 24), (70, 64, 192, 32)],
 )
-def test_products(T, width, sizes, P, dtype, tolerance) -> None:
+def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
+    """A product, its addends, and deltas in one addend or added to the product."""
     torch.manual_seed(0)
-    x, w = random(T, width, dtype=dtype), random(sum(sizes), width, dtype=dtype) / width**0.5
-    bias, lora = random(sum(sizes), dtype=dtype), deltas(T, width, sizes, P, dtype)
+    x, w = random(T, width, dtype=dtype), random(O, width, dtype=dtype) / width**0.5
+    bias, lora = random(O, dtype=dtype), deltas(T, width, (O,), P, dtype)
     plain = [t.cpu().double() for t in (x, w, bias)]
-    base = lora_linear_ref(*plain, None, sizes)
-    want = lora_linear_ref(*plain, wide(lora), sizes)
+    base = lora_linear_ref(*plain, None, (O,))
+    want = lora_linear_ref(*plain, wide(lora), (O,))
     bare = (lora.slot_T < 0).cpu()
     if T <= 64:
-        got = products.skinny(x, w, bias, None, sizes)
+        got, _ = products.skinny(x, w, bias)
         assert close(got.double().sum(0) if got.dim() == 3 else got, base, tolerance)
-        got = products.skinny(x, w, bias, lora, sizes)
+        got, h = products.skinny(x, w, bias, lora, room=True)
+        expand_(got, Shrunk(h, lora), dtype)
         assert close(got.double().sum(0), want, tolerance)
         delta = got[-1].cpu()[bare]
         assert not delta.any()
         assert torch.signbit(delta).all(), "minus zero is what changes no bit"
     y = base.to(dtype).to(DEVICE)
     kept = y.clone()
-    products.add_deltas_(y, x, lora, sizes)
+    expand_(y, Shrunk(shrink(x, lora), lora), dtype)
     assert close(y, want, tolerance)
     assert torch.equal(y.cpu()[bare], kept.cpu()[bare])
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("T", "width", "F", "P"), [(5, 80, 24, 40), (17, 64, 256, 24), (70, 64, 96, 32)]
+)
+def test_activation_with_deltas(T, width, F, P, dtype, tolerance) -> None:
+    """Both forms of a product and of what was shrunk; base tokens keep their bits."""
+    torch.manual_seed(0)
+    x, w = random(T, width, dtype=dtype), random(2 * F, width, dtype=dtype) / width**0.5
+    lora = deltas(T, width, (F, F), P, dtype)
+    plain = [t.cpu().double() for t in (x, w)]
+    want = silu_mul_ref(lora_linear_ref(*plain, None, wide(lora), (F, F)), torch.float64)
+    bare, (y, h) = (lora.slot_T < 0).cpu(), shrunk_parts(x, w, lora)
+    got = folded.silu_mul(y, dtype, Shrunk(h, lora))
+    assert close(got, want, tolerance)
+    assert torch.equal(got.cpu()[bare], elementwise.silu_mul(y, dtype).cpu()[bare])
+
+
+def shrunk_parts(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
+    if len(x) <= 64:
+        return products.skinny(x, w, None, lora)
+    return (x.cpu().float() @ w.cpu().float().T).to(x.dtype).to(DEVICE), shrink(x, lora)
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("T", "N", "K", "H", "share", "norm"),
+    [(5, 4, 2, 16, 1.0, True), (17, 6, 2, 24, 0.5, False), (70, 2, 1, 64, 1.0, True)],
+)
+def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> None:
+    torch.manual_seed(0)
+    sizes, width = (N * H, K * H, K * H), 80
+    x, w = random(T, width, dtype=dtype), random(sum(sizes), width, dtype=dtype) / width**0.5
+    lora = deltas(T, width, sizes, 40, dtype)
+    kv = torch.full((2, 20, 4, K, H), torch.nan, dtype=dtype, device=DEVICE)
+    index = torch.randperm(80)[:T].to(DEVICE)
+    index[1] = -1
+    cos, sin = rope_table(RopeConfig(share=share), H, torch.randint(99, (T,)).to(DEVICE), dtype)
+    weights = random(N + K, H, dtype=dtype) if norm else None
+    want_kv, plain = kv.cpu().double(), [t.cpu().double() for t in (x, w)]
+    flat = lora_linear_ref(*plain, None, wide(lora), sizes)
+    rest = (None if weights is None else weights.cpu().double(), index.cpu(), 1e-6)
+    want = rope_write_ref_(want_kv, flat, cos.cpu().double(), sin.cpu().double(), *rest)
+    y, h = shrunk_parts(x, w, lora)
+    args = (cos, sin, weights, index, 1e-6)
+    got = folded.rope_write_(kv, y, *args, Shrunk(h, lora))
+    assert close(got, want, tolerance)
+    assert torch.equal(kv.isnan().cpu(), want_kv.isnan())
+    assert close(torch.nan_to_num(kv), torch.nan_to_num(want_kv), tolerance)
+    bare, base_kv = (lora.slot_T < 0).cpu(), torch.zeros_like(kv)
+    assert torch.equal(got.cpu()[bare], elementwise.rope_write_(base_kv, y, *args).cpu()[bare])
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
