@@ -26,7 +26,7 @@ from purestep.engine.step import without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
-from purestep.state.encoder import EncoderLedger, hold
+from purestep.state.encoder import hold, shrunk
 from purestep.state.engine import completed_record, make_row
 from purestep.state.hashing import block_digests, chain_root
 from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
@@ -226,16 +226,22 @@ MUTANTS = (
         "first = start",
     ),
     mutant(
-        "an output is dropped while a row stands within its item",
+        "a row lets go of the item that it stands in",
         settled,
         "holds_of(record, end)",
         "holds_of(record)",
     ),
     mutant(
         "the most recently released output goes first",
-        EncoderLedger.evictable.fget,
-        "in sorted(idle)",
-        "in sorted(idle, reverse=True)",
+        shrunk,
+        "for identifier in ledger.evictable if",
+        "for identifier in reversed(ledger.evictable) if",
+    ),
+    mutant(
+        "an output goes that a row still needs",
+        shrunk,
+        "for identifier in ledger.evictable if",
+        "for identifier in sorted(ledger.outputs) if",
     ),
     mutant(
         "the reference of a row that ends is forgotten",
