@@ -32,7 +32,7 @@ from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
-from purestep.state.encoder import EncoderLedger, hold
+from purestep.state.encoder import hold, shrunk
 from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
 from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
@@ -234,8 +234,8 @@ MUTANTS = (
     mutant(
         "an aborted row keeps its last block",
         abort_host,
-        "draft.release(rows.tables[row])",
-        "draft.release(rows.tables[row][:-1])",
+        "[rows.tables[row]]",
+        "[rows.tables[row][:-1]]",
     ),
     mutant(
         "a decoding row reads the token beside its own",
@@ -317,16 +317,22 @@ MUTANTS = (
         "first = start",
     ),
     mutant(
-        "an output is dropped while a row stands within its item",
+        "a row lets go of the item that it stands in",
         settled,
         "holds_of(record, end)",
         "holds_of(record)",
     ),
     mutant(
         "the most recently released output goes first",
-        EncoderLedger.evictable.fget,
-        "in sorted(idle)",
-        "in sorted(idle, reverse=True)",
+        shrunk,
+        "for identifier in ledger.evictable if",
+        "for identifier in reversed(ledger.evictable) if",
+    ),
+    mutant(
+        "an output goes that a row still needs",
+        shrunk,
+        "for identifier in ledger.evictable if",
+        "for identifier in sorted(ledger.outputs) if",
     ),
     mutant(
         "the reference of a row that ends is forgotten",
@@ -343,9 +349,9 @@ MUTANTS = (
     mutant(
         "the encoding of a preempted row is taken for done",
         Encoding.leave,
-        "            else:\n                del self._encodes[name]",
-        "            else:\n                del self._encodes[name]\n"
-        "                self.ledger = planned(self.ledger, name, item.num_embeds)",
+        "        else:\n            del self._encodes[name]",
+        "        else:\n            del self._encodes[name]\n"
+        "            self.ledger = planned(self.ledger, name, item.num_embeds)",
     ),
     mutant(
         "a second reference to an output replaces the first",
