@@ -124,7 +124,7 @@ MUTANTS = (
     mutant(
         "a promised place is taken by others",
         _Queue._victims,
-        "return None if version in others else ()",
+        "return None if version in promised else ()",
         "return ()",
     ),
     mutant(
@@ -136,8 +136,9 @@ MUTANTS = (
     mutant(
         "the source of a copy is handed out before it is read",
         schedule,
-        "draft = BlockDraft(host.blocks)",
-        "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
+        "BlockDraft(host.blocks), Encoding(config, host.encoder)",
+        "BlockDraft(host.blocks), Encoding(config, host.encoder);"
+        " [draft.release([s]) for s, _ in host.copies]",
         (schedule, "for source, _ in copies]", "for source, _ in ()]"),
     ),
     mutant(
@@ -233,8 +234,8 @@ MUTANTS = (
     mutant(
         "an aborted row keeps its last block",
         abort_host,
-        "draft.release(rows.tables[row])",
-        "draft.release(rows.tables[row][:-1])",
+        "[rows.tables[row]]",
+        "[rows.tables[row][:-1]]",
     ),
     mutant(
         "a decoding row reads the token beside its own",
@@ -458,7 +459,8 @@ def applied(bug: Mutant) -> Iterator[None]:
                     source = source.replace(old, new)
             names = dict(function.__globals__)
             exec(compile(source, inspect.getfile(function), "exec"), names)
-            function.__code__ = names[function.__name__].__code__
+            changed = names[function.__name__]
+            function.__code__ = getattr(changed, "fget", changed).__code__  # of a property too
         yield
     finally:
         for function, code in functions.items():
