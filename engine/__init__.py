@@ -13,9 +13,10 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.batch import BatchJob, run_batch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
-from purestep.engine.execute import execute
+from purestep.engine.execute import execute, launch, wait
 from purestep.engine.fork import fork
 from purestep.engine.generate import generate
 from purestep.engine.graphs import warm_up
@@ -27,9 +28,9 @@ from purestep.engine.program import Program, init, load_program, make_program
 from purestep.engine.recording import begin_recording, record, replay
 from purestep.engine.renewal import adopt, flush, with_weights
 from purestep.engine.requests import abort, branch, submit
-from purestep.engine.schedule import schedule
+from purestep.engine.schedule import plan_ahead, schedule
 from purestep.engine.snapshot import restore, snapshot
-from purestep.engine.step import recover, step
+from purestep.engine.step import recover, step, step_ahead
 from purestep.state.canonical import digest
 from purestep.state.engine import DeviceState, EngineState, HostState, progress
 from purestep.state.media import Feature
@@ -50,6 +51,7 @@ __all__ = [
     "AdapterLoaded",
     "AdapterStatus",
     "BatchDescriptor",
+    "BatchJob",
     "Completion",
     "Config",
     "DeviceState",
@@ -86,6 +88,7 @@ __all__ = [
     "fork",
     "generate",
     "init",
+    "launch",
     "list_adapters",
     "load_adapter",
     "load_adapter_tensors",
@@ -93,6 +96,7 @@ __all__ = [
     "logprob_dicts",
     "make_program",
     "pin_adapter",
+    "plan_ahead",
     "prepare",
     "prepare_cached",
     "progress",
@@ -103,12 +107,15 @@ __all__ = [
     "register_adapter",
     "replay",
     "restore",
+    "run_batch",
     "schedule",
     "snapshot",
     "step",
+    "step_ahead",
     "submit",
     "unload_adapter",
     "unpin_adapter",
+    "wait",
     "warm_up",
     "with_weights",
 ]

@@ -136,6 +136,7 @@ class _Queue:
         del self.counts[None]
         self._config, self._host, self._order = config, host, order
         self._running, self._draft, self._out = running, draft, out
+        self._flying = {p.version for plan in host.in_flight for p in plan.residents}
         self._by_arrival = order.waiting is host.waiting
         self._rest = enumerate(order.waiting)
         users = host.adapters.users
@@ -233,7 +234,7 @@ class _Queue:
             return None if version in promised else ()
         if others and not mine:
             return None
-        taken = self.counts.keys() | promised
+        taken = self.counts.keys() | self._flying | promised
         choices = [victims_for(ledger, version, spared) for spared in (taken | self._soon(), taken)]
         due = (promise for promise in mine if taken.isdisjoint(promise.victims))
         choices += [promised_victims(ledger, promise) for promise in due]
@@ -350,7 +351,7 @@ def _start_row(
     num_more = -(-(computed + count) // B) - len(hits)
     table = frozen([*hits, *draft.allocate(num_more, record.version)])
     if config.prefix_caching:
-        register_blocks(config, record, table, computed, computed + count, draft)
+        register_blocks(record, table, computed // B, (computed + count) // B, draft)
     limit = row_limit(config, record)
     row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
     out.rows.append((row, count))
@@ -362,20 +363,19 @@ def _start_row(
 
 
 def register_blocks(
-    config: Config, record: RequestState, table: np.ndarray, start: int, end: int, draft: BlockDraft
+    record: RequestState, table: np.ndarray, first: int, last: int, draft: BlockDraft
 ) -> None:
-    """Make the blocks findable that computing tokens `start` to `end` fills; with prefix caching.
+    """Make the blocks from the `first` up to the `last` of a table findable, which this step fills;
+    with prefix caching.
 
     At once, so that a request admitted in this very step can share them: each layer writes all
     rows' KV before any row attends.
     """
-    num_prompt = len(record.prompt_digests)
-    first, last = start // config.block_size, end // config.block_size
-    for k, block in enumerate(table[first:last].tolist(), first):
-        if k < num_prompt:
-            draft.register(block, record.prompt_digests[k])
-        else:
-            draft.register(block, record.generated_digests[k - num_prompt])
+    prompt, generated = record.prompt_digests, record.generated_digests
+    num_prompt = len(prompt)
+    for k in range(first, last):
+        digest = prompt[k] if k < num_prompt else generated[k - num_prompt]
+        draft.register(int(table[k]), digest)
 
 
 def ended_request(

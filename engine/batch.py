@@ -21,7 +21,6 @@ from purestep.engine.generate import generate
 from purestep.engine.loader import Resolver
 from purestep.engine.prepare import prepare
 from purestep.engine.program import Program
-from purestep.engine.step import step
 from purestep.state.errors import BatchFileError, BatchLineError, RequestError
 from purestep.state.request import Completion, FinishReason, Request
 from purestep.state.sampling import GREEDY_BELOW, SamplingParams
@@ -78,7 +77,7 @@ def run_batch(program: Program, job: BatchJob, progress: Progress | None = None)
             adapters=job.adapters,
             resolver=job.resolver,
             on_step=progress.step,
-            advance=dry_step if job.dry_run else step,
+            advance=dry_step if job.dry_run else None,
         ):
             run.collect(completion)
     return progress.counts

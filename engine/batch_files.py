@@ -21,7 +21,7 @@ from purestep.state.errors import BatchFileError
 
 BOM = b"\xef\xbb\xbf"
 START = b'{"line":'  # of every record
-SYNC_RECORDS, SYNC_SECONDS = 64, 1.0
+SYNC_SECONDS = 1.0  # at most this much of a run is lost to a power cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +106,7 @@ class ResultFile:
         except BaseException:
             self._file.close()
             raise
-        self._unsynced, self._synced_at = 0, time.monotonic()
+        self._synced_at = time.monotonic()
 
     def __enter__(self) -> "ResultFile":
         return self
@@ -142,16 +142,14 @@ class ResultFile:
         self._file.write(record)
         self._file.flush()
         self._note(line.number, line.digest, failed)
-        self._unsynced += 1
-        late = time.monotonic() - self._synced_at > SYNC_SECONDS
-        if late or self._unsynced >= SYNC_RECORDS:
+        if time.monotonic() - self._synced_at > SYNC_SECONDS:
             self.sync()
 
     def sync(self) -> None:
         """Have all that was written on the disk."""
         self._file.flush()
         os.fsync(self._file.fileno())
-        self._unsynced, self._synced_at = 0, time.monotonic()
+        self._synced_at = time.monotonic()
 
     def _note(self, number: int, digest: int, failed: bool) -> None:
         short = number - len(self._finished)

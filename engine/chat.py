@@ -81,7 +81,7 @@ def chat_tokens(
         parts = [{"type": "image"} if _is_image(part) else escaped(part) for part in content]
         if takes_parts:
             return parts
-        return "\n".join(word if _is_image(part) else part.get("text", "") for part in parts)
+        return "\n".join(word if _is_image(part) else _text_of(part, who) for part in parts)
 
     plain = [
         {key: content_of(value) if key == "content" else escaped(value) for key, value in m.items()}
@@ -122,6 +122,15 @@ def _takes(tokenizer: Any, variables: Mapping[str, Any], word: str, who: str) ->
             f"{who}: the chat template writes neither a user's text nor a list of parts"
         )
     return takes_text, takes_parts
+
+
+def _text_of(part: Any, who: str) -> str:
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise RequestError(
+            f"{who}: the chat template writes text alone, and {str(part)[:60]!r} is no text part"
+        )
+    return text
 
 
 def _is_image(part: Any) -> bool:

@@ -9,6 +9,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from purestep.engine.batch import BatchJob, run_batch
 from purestep.engine.batch_files import count_lines
 from purestep.engine.batch_media import MediaRule
@@ -156,6 +158,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--seed", type=int, default=0, help="of lines that bring none")
     group.add_argument("--no-prefix-caching", action="store_true")
     group.add_argument("--compile", action="store_true", help="torch.compile, on a CPU")
+    group.add_argument("--threads", type=int, metavar="N", help="of torch; by default its choice")
 
 
 def _add_plan(commands: Any) -> None:
@@ -305,6 +308,8 @@ def batch_program(args: argparse.Namespace) -> Program:
             "adapter_bytes", "lora_vocab",
         )
     }  # fmt: skip
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
     options["prefix_caching"] = not args.no_prefix_caching
     options["max_registered_adapters"] = max(args.max_registered_adapters, args.max_active_adapters)
     return (dry_program if args.dry_run else load_program)(args.model, **options)

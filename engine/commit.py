@@ -16,10 +16,12 @@ from purestep.state.engine import (
     HostState,
     Rows,
     completed_record,
+    plan_places,
+    released,
     take_rows,
 )
 from purestep.state.errors import StepError
-from purestep.state.hashing import block_digest
+from purestep.state.hashing import ids_digest
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.pytree import evolve
 from purestep.state.request import FinishReason, RequestState
@@ -31,11 +33,12 @@ def commit(
 ) -> tuple[HostState, Outputs]:
     """Fold a step's result into the host state. Pure.
 
-    Rows that left since the plan was made (aborted) are discarded. Raises StepError unless `plan`
-    is the oldest one in flight and `result` has an entry for each of its sampled rows.
+    Rows that left since the plan was made (aborted, or stopped by a commit before) are discarded.
+    Another plan may be in flight behind it. Raises StepError unless `plan` is the oldest one in
+    flight and `result` has an entry for each of its sampled rows.
     """
     _check_matches(host, plan, result)
-    at_R = _places(host, plan)
+    at_R = plan_places(host, plan)
     at_S = at_R[plan.sampled_R]
     good_S = (at_S >= 0) & np.isfinite(result.logprob_S)
     good_S[[s for s, _ in result.errors]] = False
@@ -50,14 +53,14 @@ def commit(
     _collect_scores(host, plan, result, at_R, changed)
     grown: dict[int, bytes] = {}
     ends |= sampled_ends(config, host, rows, grown, at_S, token_S)
-    ends |= _scored_ends(rows, at_R)
+    ends |= _scored_ends(rows, plan, at_R)
     ends |= unsound_rows(plan, result, at_R)
     texts = new_texts(config, host, rows, changed, grown, ends)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
-    after = _without(host, rows, changed, list(ends))
+    after = _without(config, host, plan, rows, changed, list(ends))
     if plan.encodes or host.encoder.holders:
         after = evolve(after, encoder=settled(host, plan, [rows.ids[row] for row in ends]))
     outputs = Outputs(
@@ -76,14 +79,6 @@ def commit(
         num_preempted=plan.num_preempted,
     )
     return after, outputs
-
-
-def _places(host: HostState, plan: StepPlan) -> np.ndarray:
-    """Where each of the plan's rows stands among the running ones; -1 for those that left."""
-    if plan.row_ids == host.rows.ids:
-        return np.arange(len(plan.row_ids))
-    row_of = {key: row for row, key in enumerate(host.rows.ids)}
-    return np.array([row_of.get(key, -1) for key in plan.row_ids], np.intp)
 
 
 def _ids(rows: Rows, at_S: np.ndarray) -> tuple[str, ...]:
@@ -159,11 +154,13 @@ def _sealed_records(
     and the rows without what moved."""
     changed = {}
     full = at_S[rows.num_tokens_R[at_S] % config.block_size == 0].tolist()
-    for row in full:
+    ids = rows.tail_RB[full].astype("<i4").tobytes()
+    size = len(ids) // max(len(full), 1)
+    for n, row in enumerate(full):
         record = host.requests[rows.ids[row]]
         digests = record.generated_digests
         if config.prefix_caching:
-            digests = (*digests, _next_digest(record, rows.tail_RB[row]))
+            digests = (*digests, _next_digest(record, ids[n * size : (n + 1) * size]))
         changed[rows.ids[row]] = completed_record(rows, row, record, generated_digests=digests)
     moved = {
         name: _without_tails(tails, full)
@@ -173,17 +170,13 @@ def _sealed_records(
     return evolve(rows, **moved) if moved else rows, changed
 
 
-def _next_digest(record: RequestState, tokens_B: np.ndarray) -> bytes:
+def _next_digest(record: RequestState, ids: bytes) -> bytes:
     """The digest of the block behind those that the record has digests of. Its chain may be as long
     as the context, so it is not put together for this."""
-    prompt, generated, extras = (
-        record.prompt_digests,
-        record.generated_digests,
-        record.block_extras,
-    )
+    prompt, generated = record.prompt_digests, record.generated_digests
     parent = (generated or prompt or (record.root,))[-1]
-    place = len(prompt) + len(generated)
-    return block_digest(parent, tokens_B, extras[place] if place < len(extras) else b"")
+    extras, place = record.block_extras, len(prompt) + len(generated)
+    return ids_digest(parent, ids, extras[place] if place < len(extras) else b"")
 
 
 def _without_tails(tails: tuple[tuple, ...], full: list[int]) -> tuple[tuple, ...]:
@@ -208,47 +201,80 @@ def _collect_scores(
             changed[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
 
 
-def _scored_ends(rows: Rows, at_R: np.ndarray) -> dict[int, End]:
+def _scored_ends(rows: Rows, plan: StepPlan, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
     if not (rows.limit_R == rows.num_prompt_R).any():
         return {}
-    ran = at_R[at_R >= 0]
-    full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (
-        rows.num_computed_R[ran] == rows.num_tokens_R[ran]
-    )
+    ran, end_R = at_R[at_R >= 0], (plan.start_R + plan.count_R)[at_R >= 0]
+    full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (end_R == rows.num_tokens_R[ran])
     return {row: End(FinishReason.LENGTH) for row in ran[full_R].tolist()}
 
 
 def _without(
-    host: HostState, rows: Rows, changed: dict[str, RequestState], leaving: list[int]
+    config: Config,
+    host: HostState,
+    plan: StepPlan,
+    rows: Rows,
+    changed: dict[str, RequestState],
+    leaving: list[int],
 ) -> HostState:
-    """The state with `rows` and `changed` in place and the leaving rows' resources freed; the
-    oldest plan in flight has landed."""
-    flying = host.in_flight[1:]
+    """The state with `rows` and `changed` in place and `plan` landed: blocks that the plan behind
+    it fills are findable if their last ids are known by now, and what the leaving rows held is
+    freed, their blocks with the last plan in flight that uses them."""
     with host.requests.mutate() as requests:
         requests.update(changed)
         for row in leaving:
             del requests[rows.ids[row]]
         records = requests.finish()
-    if not leaving:
-        return evolve(host, rows=rows, requests=records, in_flight=flying)
+    flown = evolve(host, rows=rows, requests=records, in_flight=host.in_flight[1:])
+    filled = _filled_blocks(config, flown, changed, leaving) if flown.in_flight else []
+    if not (leaving or filled or host.departed):
+        return flown
     draft = BlockDraft(host.blocks)
-    for row in leaving:
-        draft.release(rows.tables[row])
+    for block, digest in filled:
+        draft.register(block, digest)
+    for step, _, table in host.departed:
+        if step == plan.step:
+            draft.release(table)
+    flown = evolve(flown, departed=tuple(d for d in host.departed if d[0] != plan.step))
+    if not leaving:
+        return evolve(flown, blocks=draft.finish())
     stays = np.ones(len(rows.ids), bool)
     stays[leaving] = False
     return evolve(
-        host,
+        flown,
         rows=take_rows(rows, np.flatnonzero(stays)),
-        requests=records,
-        in_flight=flying,
+        departed=released(
+            flown, [rows.ids[row] for row in leaving], [rows.tables[row] for row in leaving], draft
+        ),
         blocks=draft.finish(),
         adapters=count_users(host.adapters, ((rows.versions[row], -1) for row in leaving)),
     )
 
 
+def _filled_blocks(
+    config: Config, host: HostState, changed: dict[str, RequestState], leaving: list[int]
+) -> list[tuple[int, bytes]]:
+    """(block, digest) of those that a plan in flight fills with an id that it did not know."""
+    if not (config.prefix_caching and changed):
+        return []
+    rows, found = host.rows, []
+    place = {key: row for row, key in enumerate(rows.ids)}
+    for row in leaving:
+        del place[rows.ids[row]]
+    for key, record in changed.items():
+        row = place.get(key)
+        length = 0 if row is None else int(rows.num_tokens_R[row])
+        if length and length == rows.num_computed_R[row] and length % config.block_size == 0:
+            digest = (record.generated_digests or record.prompt_digests)[-1]
+            found.append((int(rows.tables[row][length // config.block_size - 1]), digest))
+    return found
+
+
 def _waiting_for(host: HostState) -> tuple[str, ...]:
     """The adapters being loaded, when nothing else is left to do."""
-    if host.rows.ids or not all(host.requests[i].loading for i in host.waiting):
+    if host.in_flight or host.rows.ids:
+        return ()
+    if not all(host.requests[i].loading for i in host.waiting):
         return ()
     return tuple(sorted({host.requests[i].request.adapter for i in host.waiting}))

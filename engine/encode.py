@@ -3,7 +3,6 @@
 E embeddings, D hidden size of the language model, T token rows of a step.
 """
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ from torch import Tensor
 
 from purestep.engine.media import EMBEDS
 from purestep.engine.program import Program
-from purestep.models.vision import Tensors
 from purestep.state.errors import StepError
 from purestep.state.plan import EncodedItem, MergedSpan, StepPlan
 
@@ -57,43 +55,27 @@ def _item_of(span: MergedSpan, merges: Sequence[MergedSpan]) -> EncodedItem:
 
 
 def _encoded(program: Program, items: Sequence[EncodedItem], blobs: Mapping[str, Any]) -> Outputs:
-    """One output an item, items of equal shapes in one call wherever they stand."""
-    alike: dict[Any, list[EncodedItem]] = defaultdict(list)
-    for item in items:
-        alike[item.modality, _shape(blobs[item.blob])].append(item)
-    outputs: Outputs = {}
-    for group in alike.values():
-        data = [blobs[item.blob] for item in group]
-        for item, rows_ED in zip(group, _encode(program, data, group), strict=True):
-            outputs[item.identifier] = _owned(program, item, rows_ED)
-    return {item.identifier: outputs[item.identifier] for item in items}
+    """One output an item; those that need a tower go through it together."""
+    outputs = {item.identifier: blobs[item.blob].get(EMBEDS) for item in items}
+    towers = [item for item in items if outputs[item.identifier] is None]
+    if towers:
+        vision = program.vision
+        if vision is None:
+            raise StepError(f"item {towers[0].identifier!r}: the program has no encoder for it")
+        data = [blobs[item.blob] for item in towers]
+        rows = vision.family.encode(vision.params, vision.config, data)
+        outputs |= {item.identifier: own for item, own in zip(towers, rows, strict=True)}
+    return {item.identifier: _checked(program, item, outputs[item.identifier]) for item in items}
 
 
-def _shape(data: Tensors) -> tuple:
-    return tuple(sorted((name, tuple(t.shape), str(t.dtype)) for name, t in data.items()))
-
-
-def _encode(
-    program: Program, data: Sequence[Tensors], items: Sequence[EncodedItem]
-) -> Sequence[Tensor]:
-    """One call: data and rows of items of one shape."""
-    if set(data[0]) == {EMBEDS}:
-        return [tensors[EMBEDS] for tensors in data]
-    vision = program.vision
-    if vision is None:
-        raise StepError(f"item {items[0].identifier!r}: the program has no encoder for it")
-    device = program.config.device
-    data = [{name: t.to(device) for name, t in tensors.items()} for tensors in data]
-    return vision.family.encode(vision.params, vision.config, data)
-
-
-def _owned(program: Program, item: EncodedItem, rows_ED: Tensor) -> Tensor:
-    """A copy in memory of its own: views of a batch would keep all of it for one of its items."""
+def _checked(program: Program, item: EncodedItem, rows_ED: Tensor) -> Tensor:
+    """The rows on the device, in memory of their own: a view of a batch would keep all of it for
+    one of its items."""
     D = program.config.model.hidden_size
     if rows_ED.dim() != 2 or len(rows_ED) < item.num_embeds or rows_ED.shape[1] != D:
         raise StepError(
             f"item {item.identifier!r}: {item.num_embeds} embeddings of {D} are wanted, its "
             f"encoder gave {tuple(rows_ED.shape)}"
         )
-    dtype = getattr(torch, program.config.dtype)
-    return rows_ED.detach().to(program.config.device, dtype, copy=True).contiguous()
+    rows_ED = rows_ED.to(program.config.device, getattr(torch, program.config.dtype))
+    return rows_ED if rows_ED.untyped_storage().nbytes() == rows_ED.nbytes else rows_ED.clone()

@@ -3,7 +3,9 @@
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,17 +14,27 @@ import torch
 from purestep.engine.config import Config
 from purestep.engine.encode import encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
-from purestep.engine.pack import pack, pack_fused, pack_vocab
+from purestep.engine.pack import gather_, pack, pack_fused, pack_vocab
+from purestep.engine.pending import Pending, landed
 from purestep.engine.pool import Pool, advance_, claim, copy_blocks_, upload_adapter_
 from purestep.engine.program import Program
-from purestep.engine.sampling import Meanwhile, sampled, score_rows
+from purestep.engine.sampling import sampled, score_rows
 from purestep.models.decoder import forward, logits
 from purestep.models.fused import fused_forward
 from purestep.state.batch import Batch
 from purestep.state.engine import DeviceState
+from purestep.state.errors import StepError
 from purestep.state.plan import ScoredRow, StepPlan, StepResult
 from purestep.state.request import frozen
 from purestep.state.scores import Scores
+
+NOTHING = StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
+
+Drawn = tuple[int, torch.Tensor] | None
+"""The last step that drew tokens, and these, on the device."""
+
+Meanwhile = Callable[[torch.Tensor], None]
+"""What the host does between queueing a step and waiting for it; takes token_S on the device."""
 
 
 def execute(
@@ -33,32 +45,66 @@ def execute(
     meanwhile: Meanwhile | None = None,
 ) -> tuple[DeviceState, StepResult]:
     """Run a plan on the pool behind `device`, which is donated: only the returned handle is valid.
+    `launch` and `wait` in one.
 
     `meanwhile` is called, where that helps, with the sampled tokens on the device, after all is
     queued and before anything is waited for.
 
-    Raises DonatedStateError for a spent handle. When it raises anything else the handle stays
-    valid; if the plan overwrote content, the pool refuses further steps until `recover`.
+    Raises DonatedStateError for a spent handle, StepError where the plan wants tokens of a step
+    that was not the last. When it raises anything else the handle stays valid; if the plan
+    overwrote content, the pool refuses further steps until `recover`.
     """
     pool = claim(device)
     if not (plan.row_ids or plan.copies or plan.drops):
-        return device, StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
+        return device, NOTHING
+    with _torn_if_it_fails(pool, plan):
+        drawn, read = _queued(program, device, plan, blobs)
+        if meanwhile is not None and plan.sampled_R.any():
+            with torch.inference_mode():
+                meanwhile(drawn[1])
+        result = read()
+    return advance_(replace(device, drawn=drawn), f"step {plan.step}"), result
+
+
+def launch(
+    program: Program, device: DeviceState, plan: StepPlan, blobs: Mapping[str, Any]
+) -> DeviceState:
+    """Queue a plan on the pool behind `device`, which is donated, without waiting for its results
+    where the device allows that. They are the returned handle's, for `wait`. Raises as `execute`.
+    """
+    pool = claim(device)
+    with _torn_if_it_fails(pool, plan):
+        drawn, read = _queued(program, device, plan, blobs)
+    launched = (*device.launched, Pending(step=plan.step, read=read))
+    return advance_(replace(device, launched=launched, drawn=drawn), f"step {plan.step}")
+
+
+def wait(device: DeviceState) -> tuple[DeviceState, StepResult]:
+    """The result of the oldest plan that was launched, and the handle without it.
+
+    Raises StepError where there is none. When it raises anything else, that plan's work is lost,
+    and the handle refuses further steps until `recover`.
+    """
+    result = landed(device.launched)
+    return replace(device, launched=device.launched[1:]), result
+
+
+@contextmanager
+def _torn_if_it_fails(pool: Pool, plan: StepPlan) -> Iterator[None]:
     try:
-        result = _run(program, pool, plan, blobs, meanwhile)
+        yield
     except BaseException:
         if not plan.overwrites.empty:
             pool.torn = plan.overwrites
         raise
-    return advance_(pool, f"step {plan.step}"), result
 
 
-def _run(
-    program: Program,
-    pool: Pool,
-    plan: StepPlan,
-    blobs: Mapping[str, Any],
-    meanwhile: Meanwhile | None,
-) -> StepResult:
+def _queued(
+    program: Program, device: DeviceState, plan: StepPlan, blobs: Mapping[str, Any]
+) -> tuple[Drawn, Callable[[], StepResult]]:
+    """Everything that the plan says, begun: the last draws from then on, and what waits for the
+    result."""
+    pool, drawn_S = device.pool, _drawn_before(device, plan)
     replayed = program.graphs and bool(plan.row_ids) and can_replay(pool.config, plan)
     if pool.graphs is not None and not replayed:
         pool.graphs.ahead = None  # it belongs to the step before
@@ -71,22 +117,51 @@ def _run(
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
         copy_blocks_(pool, pool, [source], [target])
     if not plan.row_ids:
-        return StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
+        return device.drawn, lambda: NOTHING
     with torch.inference_mode():
         if replayed:
-            raw_RV = replay(program, pool, plan)
-            return StepResult(**sampled(raw_RV, plan.sampling, program.processors, meanwhile))
+            raw_RV = replay(program, pool, plan, drawn_S)
+            return _sampled(program, device, plan, raw_RV)
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
         embeds = _embeds(program, plan, blobs, pool.encoded | outputs)
-        batch, hidden_TD = _forward(program, pool, plan, embeds, seen)
-        result = StepResult(
-            **_sampled(program, pool, plan, batch, hidden_TD, meanwhile),
-            scored=tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored),
-            hidden=_hidden_arrays(program.config, plan, seen),
-        )
+        batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
+        raw_SV = None
+        if plan.sampled_R.any():
+            index_S, lora = batch.logits_index_S, batch.head_lora
+            raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
+        scored = tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored)
+        hidden = _hidden_arrays(program.config, plan, seen)
+        found = _sampled(program, device, plan, raw_SV, scored=scored, hidden=hidden)
     # At the end, as the state before a step that fails knows nothing of them.
     pool.encoded.update({i.identifier: outputs[i.identifier] for i in plan.encodes if i.keep})
-    return result
+    return found
+
+
+def _drawn_before(device: DeviceState, plan: StepPlan) -> torch.Tensor | None:
+    """The tokens of the step before, on the device, where the plan wants some of them."""
+    if (plan.gathered_T < 0).all():
+        return None
+    step, drawn_S = device.drawn or (None, None)
+    if step != plan.step - 1:
+        raise StepError(
+            f"step {plan.step} takes tokens that step {plan.step - 1} draws, but the last step "
+            f"that this device ran and that drew any is {step}"
+        )
+    return drawn_S
+
+
+def _sampled(
+    program: Program,
+    device: DeviceState,
+    plan: StepPlan,
+    raw_SV: torch.Tensor | None,
+    **found: Any,
+) -> tuple[Drawn, Callable[[], StepResult]]:
+    if raw_SV is None:
+        result = replace(NOTHING, **found)
+        return device.drawn, lambda: result
+    token_S, fields = sampled(raw_SV, plan.sampling, program.processors, device.pool.ring)
+    return (plan.step, token_S), lambda: StepResult(**fields(), **found)
 
 
 def _forward(
@@ -95,6 +170,7 @@ def _forward(
     plan: StepPlan,
     embeds: tuple[torch.Tensor, torch.Tensor] | None,
     seen: list[list[torch.Tensor]],
+    drawn_S: torch.Tensor | None,
 ) -> tuple[Batch, torch.Tensor]:
     """The plan's batch and its hidden states; `seen` takes what `plan.hidden` asks for."""
     config, params = program.config, program.params
@@ -102,30 +178,17 @@ def _forward(
         "embeds": embeds,
         "observe": _observer(config, plan, seen) if plan.hidden else None,
     }
-    if program.fused:
-        batch = pack_fused(config, plan, graphs_of(pool).staging)
+    fused = program.fused
+    batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
+    if drawn_S is not None:
+        gather_(batch.token_T, plan, drawn_S)
+    if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
         )
-    batch = pack(config, plan)
     return batch, forward(
         params, pool.layers, pool.kv, batch, config.model, program.layer, pool.embed, **extras
     )
-
-
-def _sampled(
-    program: Program,
-    pool: Pool,
-    plan: StepPlan,
-    batch: Batch,
-    hidden_TD: torch.Tensor,
-    meanwhile: Meanwhile | None,
-) -> dict[str, Any]:
-    if not plan.sampled_R.any():
-        return {"token_S": frozen(()), "logprob_S": frozen((), np.float32)}
-    index_S, lora = batch.logits_index_S, batch.head_lora
-    raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
-    return sampled(raw_SV, plan.sampling, program.processors, meanwhile)
 
 
 def _scored(

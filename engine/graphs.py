@@ -14,7 +14,14 @@ import torch
 from torch import Tensor
 
 from purestep.engine.config import Config, describe, has_graph
-from purestep.engine.pack import Staging, bucket_arrays, bucket_fields, layout, views
+from purestep.engine.pack import (
+    Staging,
+    bucket_arrays,
+    bucket_fields,
+    gather_,
+    layout,
+    views,
+)
 from purestep.engine.pool import Pool, claim
 from purestep.engine.program import Program
 from purestep.models.fused import decode_logits
@@ -67,19 +74,27 @@ def can_replay(config: Config, plan: StepPlan) -> bool:
     return plain and has_graph(config, plan.descriptor)
 
 
-def replay(program: Program, pool: Pool, plan: StepPlan) -> Tensor:
-    """fp32 logits of the plan's rows [rows, V], valid until the next replay."""
+def replay(program: Program, pool: Pool, plan: StepPlan, drawn_S: Tensor | None = None) -> Tensor:
+    """fp32 logits of the plan's rows [rows, V], valid until the next replay. `drawn_S` are the
+    tokens of the step before, where the plan wants some of them."""
     graphs = graphs_of(pool)
     ahead, graphs.ahead = graphs.ahead, None
     if ahead is None or ahead[0] is not program or not same_pass(ahead[1], plan):
-        enqueue(program, pool, plan)
+        enqueue(program, pool, plan, drawn_S=drawn_S)
     return graphs.logits_RV[: len(plan.row_ids)]
 
 
-def enqueue(program: Program, pool: Pool, plan: StepPlan, token_S: Tensor | None = None) -> None:
+def enqueue(
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    token_S: Tensor | None = None,
+    drawn_S: Tensor | None = None,
+) -> None:
     """Replay the plan's graph, which it captures first if it must; does not wait.
 
-    `token_S`, on the device, takes the place of the plan's tokens.
+    `token_S`, on the device, takes the place of the plan's tokens; of `drawn_S` those do that the
+    plan names.
     """
     graphs = graphs_of(pool)
     graph = graphs.captured.get(plan.descriptor)
@@ -89,6 +104,8 @@ def enqueue(program: Program, pool: Pool, plan: StepPlan, token_S: Tensor | None
     graphs.staging.send(bucket_arrays(pool.config, plan), graph.inputs, pool.config.device)
     if token_S is not None:
         graph.batch.token_T[: len(token_S)].copy_(token_S)
+    if drawn_S is not None:
+        gather_(graph.batch.token_T, plan, drawn_S)
     graph.replay()
 
 

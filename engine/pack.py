@@ -61,6 +61,17 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     }
 
 
+def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
+    """Put the ids that the step before drew where the plan wants them, on the device."""
+    place_N = np.flatnonzero(plan.gathered_T >= 0)
+    from_N, N = plan.gathered_T[place_N], len(place_N)
+    if place_N[-1] == N - 1 and (np.diff(from_N) == 1).all():  # as in most decode steps
+        token_T[:N].copy_(drawn_S[int(from_N[0]) :][:N])
+        return
+    index = torch.from_numpy(np.stack((place_N, from_N)).astype(np.int64)).to(token_T.device)
+    token_T[index[0]] = drawn_S[index[1]].to(token_T.dtype)
+
+
 def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
     """`position_T`, and `position_3T` where a token's three positions differ."""
     moved_3T = plan.position_3T

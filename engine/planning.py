@@ -23,14 +23,18 @@ def make_plan(
     requests: Map[str, RequestState],
     adapters: AdapterLedger,
     allocated: list[int],
+    drawn_R: np.ndarray,
     drops: tuple[str, ...],
     encodes: tuple[EncodedItem, ...],
     **told: Any,
 ) -> StepPlan:
     """What `execute` needs to know. `rows` and `count_R` are as this step leaves them, but for
-    `num_computed_R`; `allocated` are the blocks this step handed out, `drops` and `encodes` what
-    becomes of encoder outputs; `told` is what the plan says of requests that are no rows."""
+    `num_computed_R`; `allocated` are the blocks this step handed out; `drawn_R` are the places of
+    the first rows among the draws of the plan in flight (`drawn_in_flight`); `drops` and `encodes`
+    say what becomes of encoder outputs; `told` is what the plan says of requests that are no rows.
+    """
     active = rows if count_R.all() else take_rows(rows, np.flatnonzero(count_R))
+    gathered_T = _gathered(drawn_R, count_R)
     count_R = locked(count_R[count_R > 0])
     residents = _residents(active, adapters)
     uploads = tuple(p for p in residents if host.adapters.resident.get(p.version) is not p)
@@ -41,12 +45,12 @@ def make_plan(
         step=host.step,
         descriptor=describe(config, int(count_R.sum()), len(active.ids), len(residents)),
         uploads=uploads,
-        copies=host.copies,
         overwrites=_overwrites(host, allocated, uploads, drops),
         row_ids=active.ids,
         start_R=active.num_computed_R,
         count_R=count_R,
-        tokens_T=_step_tokens(active, count_R, requests),
+        tokens_T=_step_tokens(active, count_R, gathered_T, requests),
+        gathered_T=gathered_T,
         tables=active.tables,
         slot_R=_slots(active, residents),
         residents=residents,
@@ -88,13 +92,25 @@ def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:
     return tuple(sorted(places, key=lambda place: place.slot))
 
 
-def _step_tokens(rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]) -> np.ndarray:
-    """The ids of all rows' windows, row after row."""
+def _gathered(drawn_R: np.ndarray, count_R: np.ndarray) -> np.ndarray:
+    """Where in the draws of the plan in flight each token of this step is found; -1 for one whose
+    id is known. Rows behind those of `drawn_R` are new."""
+    gathered_T = np.full(count_R.sum(), -1, np.int32)
+    if (drawn_R >= 0).any():  # so no row has left
+        rows = np.flatnonzero((drawn_R >= 0) & (count_R[: len(drawn_R)] > 0))
+        gathered_T[np.cumsum(count_R)[rows] - 1] = drawn_R[rows]
+    return locked(gathered_T)
+
+
+def _step_tokens(
+    rows: Rows, count_R: np.ndarray, gathered_T: np.ndarray, requests: Map[str, RequestState]
+) -> np.ndarray:
+    """The ids of all rows' windows, row after row; -1 for one that is still to be gathered."""
     B = rows.tail_RB.shape[1]
     newest_R = rows.num_computed_R == rows.num_tokens_R - 1
     last_R = rows.tail_RB[np.arange(len(rows.ids)), rows.num_computed_R % B]
     if newest_R.all():
-        return locked(last_R)
+        return locked(np.where(gathered_T < 0, last_R, -1))
     windows = []
     for row, request_id in enumerate(rows.ids):
         start = int(rows.num_computed_R[row])
@@ -102,7 +118,7 @@ def _step_tokens(rows: Rows, count_R: np.ndarray, requests: Map[str, RequestStat
             windows.append(last_R[row : row + 1])
         else:
             windows.append(all_tokens(requests[request_id])[start : start + int(count_R[row])])
-    return locked(np.concatenate(windows))
+    return locked(np.where(gathered_T < 0, np.concatenate(windows), -1))
 
 
 def _overwrites(

@@ -7,7 +7,7 @@ K KV heads, H head size, D hidden, V vocabulary.
 """
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from torch import Tensor
 
 from purestep.engine.config import Config
 from purestep.engine.memory import vocab_rows_bytes
+from purestep.engine.pending import Ring, check_sound
 from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
 from purestep.models.config import fused_linears
@@ -43,6 +44,7 @@ class Pool:
     generation: int = 0
     consumer: str = ""  # what made the present generation
     torn: Overwrites | None = None  # what a failed step may have destroyed
+    ring: Ring = field(default_factory=Ring)
     graphs: Any = None  # on a GPU: engine/graphs.py, with its addresses; dies with the pool
 
 
@@ -111,14 +113,24 @@ def claim(device: DeviceState) -> Pool:
             f"a failed step may have overwritten {len(pool.torn.blocks)} KV blocks and "
             f"{len(pool.torn.adapters)} adapters that this state counts on; call recover(state)"
         )
+    check_sound(device.launched)
     return pool
 
 
-def advance_(pool: Pool, consumer: str) -> DeviceState:
-    """Make older handles invalid and return the new one."""
+def advance_(device: DeviceState, consumer: str) -> DeviceState:
+    """Make this and older handles of its pool invalid and return the new one."""
+    pool = device.pool
     pool.generation += 1
     pool.consumer = consumer
-    return DeviceState(pool=pool, generation=pool.generation)
+    return replace(device, generation=pool.generation)
+
+
+def retract_(device: DeviceState, overwrites: Overwrites) -> None:
+    """Make a handle valid again: what was queued on it is lost, and what that overwrote."""
+    pool = device.pool
+    pool.generation = device.generation
+    if not overwrites.empty:
+        pool.torn = overwrites
 
 
 def row_index(place: Residence) -> Tensor:

@@ -222,9 +222,9 @@ def make_program(
         disable_chunked_mm_input=disable_chunked_mm_input,
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
-    config = with_encoder(
-        config, vision, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes
-    )
+    if max_encoder_tokens is None:
+        max_encoder_tokens = max(max_batched_tokens, _largest(vision, image_processor))
+    config = with_encoder(config, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes)
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
     fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
     compiled = compile and not fused and can_compile(device)
@@ -244,20 +244,15 @@ def make_program(
 
 
 def with_encoder(
-    config: Config,
-    vision: Vision | None,
-    max_tokens: int | None,
-    cache_tokens: int | None,
-    cache_bytes: int | None,
+    config: Config, max_tokens: int, cache_tokens: int | None, cache_bytes: int | None
 ) -> Config:
-    """The config with its encoder budgets: as given, or as `make_program` says."""
+    """The config with its encoder budgets; as many embeddings are kept as are made in a step, where
+    nothing else is said."""
     if cache_tokens is not None and cache_bytes is not None:
         raise ConfigError(
             f"encoder_cache_tokens={cache_tokens} and encoder_cache_bytes={cache_bytes}: "
             "give at most one"
         )
-    if max_tokens is None:
-        max_tokens = max(config.max_batched_tokens, 0 if vision is None else _largest(vision))
     if cache_bytes is not None:
         cache_tokens = cache_bytes // config.encoder_row_bytes
     if cache_tokens is None:
@@ -265,9 +260,12 @@ def with_encoder(
     return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
 
 
-def _largest(vision: Vision) -> int:
-    """The embeddings of the largest item the encoder's processor makes."""
-    item = vision.family.largest(vision.config, {})
+def _largest(vision: Vision | None, image_processor: ImageProcessor | None) -> int:
+    """The embeddings of the largest item that the image processor makes with its own settings."""
+    if vision is None:
+        return 0
+    settings = {} if image_processor is None else image_processor.call.to_dict()
+    item = vision.family.largest(vision.config, settings)
     ids, is_embed = vision.family.placeholder(vision.config, item)
     return len(ids) if is_embed is None else int(is_embed.sum())
 

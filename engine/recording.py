@@ -34,7 +34,7 @@ from purestep.engine.pool import owned
 from purestep.engine.renewal import adopt, adopt_weights, flush
 from purestep.engine.requests import abort, branch, submit, submit_host
 from purestep.engine.schedule import schedule
-from purestep.engine.step import recover, step, without_overwritten
+from purestep.engine.step import recover, step, step_ahead, without_flown, without_overwritten
 from purestep.models.adapter_files import Adapter
 from purestep.state.adapters import AdapterInfo
 from purestep.state.canonical import from_plain, to_plain
@@ -63,11 +63,13 @@ def record(file: TextIO, call: Callable[..., T], *args: Any, **kwargs: Any) -> T
     """`call(*args, **kwargs)`, and a line that tells what it changed.
 
     `call` is one of submit, abort, branch, load_adapter, load_adapter_tensors, register_adapter,
-    pin_adapter, unpin_adapter, unload_adapter, deliver, deliver_loaded, flush, adopt, recover and
-    step. Where it raises nothing is written. Raises TypeError for another one.
+    pin_adapter, unpin_adapter, unload_adapter, deliver, deliver_loaded, flush, adopt, recover, step
+    and step_ahead. Where it raises nothing is written. Raises TypeError for another one.
     """
-    if call in (step, recover):
-        return {step: _record_step, recover: _record_recover}[call](file, *args, **kwargs)
+    if call is recover:
+        return _record_recover(file, *args, **kwargs)
+    if call in (step, step_ahead):
+        return _record_step(file, call, *args, **kwargs)
     if call not in _EVENTS:
         raise TypeError(f"record: {getattr(call, '__name__', call)} is not a call that is recorded")
     given = inspect.signature(call).bind(*args, **kwargs)
@@ -80,28 +82,34 @@ def record(file: TextIO, call: Callable[..., T], *args: Any, **kwargs: Any) -> T
 def _record_recover(file: TextIO, state: EngineState) -> EngineState:
     torn = owned(state.device).torn
     after = recover(state)
+    if len(after.host.in_flight) < len(state.host.in_flight):
+        write_event(file, ("lost",))
     if torn is not None:
         write_event(file, ("recover", torn))
     return after
 
 
-def _record_step(file: TextIO, program: Any, state: EngineState, policy: Policy = fcfs) -> Any:
-    orders = []
+def _record_step(
+    file: TextIO, call: Callable, program: Any, state: EngineState, policy: Policy = fcfs
+) -> Any:
+    orders: list[Order] = []
 
     def ordered(host: HostState) -> Order:
         orders.append(policy(host))
         return orders[-1]
 
     told: list[StepResult] = []
-    after = step(
+    after, outputs = call(
         program,
         state,
         policy if policy is fcfs else ordered,
         sees=lambda plan, result: told.append(result),
     )
-    for result in told:  # an idle engine has none
-        write_event(file, step_event(result, orders[0] if orders else None))
-    return after
+    if after.host.step > state.host.step:
+        write_event(file, plan_event(orders[-1] if orders else None))
+    for result in told:
+        write_event(file, result_event(result))
+    return after, outputs
 
 
 def write_event(file: TextIO, event: Event) -> None:
@@ -109,9 +117,15 @@ def write_event(file: TextIO, event: Event) -> None:
     file.write(json.dumps(to_plain(event), sort_keys=True) + "\n")
 
 
-def step_event(result: StepResult, order: Order | None = None) -> Event:
-    """A step by its result; `order` is what its policy chose, None for first come, first served."""
-    return ("step", result, None if order is None else (order.running, order.waiting))
+def plan_event(order: Order | None = None) -> Event:
+    """A step that is planned; `order` is what its policy chose, None for first come, first
+    served."""
+    return ("plan", None if order is None else (order.running, order.waiting))
+
+
+def result_event(result: StepResult) -> Event:
+    """The end of the oldest step in flight."""
+    return ("result", result)
 
 
 def _submitted(given: dict[str, Any], after: EngineState) -> Event:
@@ -219,10 +233,16 @@ def _folded(state: EngineState, event: Event) -> EngineState:
             return flush(state)
         case ("adopt", weights):
             return adopt_weights(state, weights)
+        case ("lost",):
+            return replace(state, host=without_flown(state.host))
         case ("recover", lost):
             return replace(state, host=without_overwritten(state.host, lost))
-        case ("step", StepResult() as result, order):
-            return _stepped(state, result, order)
+        case ("plan", order):
+            return _planned(state, order)
+        case ("result", StepResult() as result):
+            host, outputs = commit(state.config, state.host, state.host.in_flight[0], result)
+            state = replace(state, host=host)
+            return drop_blobs(state) if outputs.finished else state
     raise SnapshotError(f"recording: no event is {str(event)[:80]}")
 
 
@@ -247,16 +267,14 @@ def _without_tensors(name: str, source: str | None, info: AdapterInfo) -> Adapte
     return AdapterLoaded(name=name, source=source, adapter=adapter)
 
 
-def _stepped(
-    state: EngineState, result: StepResult, chosen: tuple[tuple[str, ...], tuple[str, ...]] | None
+def _planned(
+    state: EngineState, chosen: tuple[tuple[str, ...], tuple[str, ...]] | None
 ) -> EngineState:
     def recorded(host: HostState) -> Order:
         return Order(running=chosen[0], waiting=chosen[1])
 
-    host, plan = schedule(state.config, state.host, fcfs if chosen is None else recorded)
-    host, outputs = commit(state.config, host, plan, result)
-    state = replace(state, host=host)
-    return drop_blobs(state) if outputs.finished else state
+    host, _ = schedule(state.config, state.host, fcfs if chosen is None else recorded)
+    return replace(state, host=host)
 
 
 def _numbers(config: Config) -> dict[str, Any]:

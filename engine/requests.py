@@ -29,6 +29,7 @@ from purestep.state.engine import (
     make_row,
     progress,
     quiet,
+    released,
     take_rows,
 )
 from purestep.state.errors import RequestError
@@ -183,8 +184,9 @@ def _check_free(host: HostState, request_id: str, n: int, who: str) -> None:
         record = host.requests.get(key)
         if record is not None and (index < n or record.request.id == request_id):
             raise RequestError(f"{who}: a live request has the id {key!r}")
-    names = {_sample_key(request_id, index) for index in range(n)} if host.ended else ()
-    for completion in host.ended:
+    untold = [*host.ended, *(end for plan in host.in_flight for end in plan.ended)]
+    names = {_sample_key(request_id, index) for index in range(n)} if untold else ()
+    for completion in untold:
         if completion.id == request_id or completion.key in names:
             raise RequestError(f"{who}: the end of {completion.key!r} is still to be told")
 
@@ -215,13 +217,14 @@ def abort(state: EngineState, request_id: str) -> EngineState:
 
 
 def abort_host(host: HostState, key: str) -> HostState:
-    """End one sample, on the host state alone. A plan in flight loses the row at its commit."""
+    """End one sample, on the host state alone. A plan in flight keeps the row's blocks until its
+    commit, which discards what it found for the row."""
     record = live(host, key)
-    rows, blocks, copies = host.rows, host.blocks, host.copies
+    rows, blocks, copies, departed = host.rows, host.blocks, host.copies, host.departed
     if key in rows.ids:
         row = rows.ids.index(key)
         draft = BlockDraft(blocks)
-        draft.release(rows.tables[row])
+        departed = released(host, [key], [rows.tables[row]], draft)
         copies = drop_copies(host.copies, draft)
         blocks = draft.finish()
         rows = take_rows(rows, [r for r in range(len(rows.ids)) if r != row])
@@ -232,6 +235,7 @@ def abort_host(host: HostState, key: str) -> HostState:
         rows=rows,
         blocks=blocks,
         copies=copies,
+        departed=departed,
         adapters=count_users(host.adapters, ((record.version, -1),)),
         encoder=let_go(host.encoder, holds_of(record)),
     )

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from purestep.engine.pending import Ring
 from purestep.ops.edit_logits import (
     add_bias_,
     allow_only_,
@@ -17,7 +18,7 @@ from purestep.ops.edit_logits import (
     penalise_counts_,
     penalise_repetition_,
 )
-from purestep.ops.sample import draw, greedy, likeliest, score
+from purestep.ops.sample import draw, greedy, likeliest, score, with_bits
 from purestep.state.plan import SamplingRows
 from purestep.state.request import frozen
 from purestep.state.sampling import GREEDY_BELOW, LogitEdits
@@ -31,41 +32,44 @@ Runs in inference mode, and may write into the logits it is given."""
 Chosen = Sequence[tuple[int, LogitEdits]]
 """(place among the sampled rows, what changes its logits), as a plan has them."""
 
-Meanwhile = Callable[[Tensor], None]
-"""What the host does between queueing a step and waiting for it; takes token_S on the device."""
-
 
 def sampled(
     raw_SV: Tensor,
     rows: SamplingRows,
     processors: Mapping[str, Processor],
-    meanwhile: Meanwhile | None = None,
-) -> dict[str, Any]:
-    """The fields of a StepResult that concern the sampled rows."""
+    ring: Ring,
+) -> tuple[Tensor, Callable[[], dict[str, Any]]]:
+    """token_S int32 on the device, and what waits for the fields of a StepResult that concern the
+    sampled rows."""
     errors: dict[int, str] = {}
     logits_SV = raw_SV
     if rows.edits:
         logits_SV = raw_SV.clone()
         edit_(logits_SV, rows.edits)
         errors = process_(logits_SV, rows.edits, processors)
-    token_S, logprob_S = _drawn(logits_SV, raw_SV, rows, meanwhile)
-    logprob_S = frozen(logprob_S.cpu().numpy(), np.float32)
-    # Where the model's own logits are not finite no processor is to blame.
-    errors = {place: error for place, error in errors.items() if np.isfinite(logprob_S[place])}
-    return {
-        "token_S": frozen(token_S.cpu().numpy()),
-        "logprob_S": logprob_S,
-        "tops": _tops(raw_SV, token_S, rows.num_tops_S) if (rows.num_tops_S >= 0).any() else (),
-        "errors": tuple(sorted(errors.items())),
-    }
+    found_2S = _drawn(logits_SV, raw_SV, rows)
+    read = ring.receive(found_2S)
+    tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S)
+
+    def fields() -> dict[str, Any]:
+        token_S, bits_S = read()
+        logprob_S = frozen(bits_S.view(np.float32), np.float32)
+        # Where the model's own logits are not finite no processor is to blame.
+        own = [(place, why) for place, why in errors.items() if np.isfinite(logprob_S[place])]
+        return {
+            "token_S": frozen(token_S),
+            "logprob_S": logprob_S,
+            "tops": tops,
+            "errors": tuple(sorted(own)),
+        }
+
+    return found_2S[0], fields
 
 
-def _drawn(
-    logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows, meanwhile: Meanwhile | None
-) -> tuple[Tensor, Tensor]:
-    """(token_S int64, logprob_S float32)"""
+def _drawn(logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows) -> Tensor:
+    """int32 [2, S]: tokens, and the bits of their logprobs."""
     if logits_SV is raw_SV and (rows.temperature_S < GREEDY_BELOW).all():
-        return greedy(raw_SV, meanwhile if (rows.num_tops_S < 0).all() else None)
+        return greedy(raw_SV)
     columns = (
         rows.temperature_S,
         rows.top_k_S,
@@ -75,13 +79,12 @@ def _drawn(
         rows.position_S,
     )
     token_S = draw(logits_SV, *(torch.from_numpy(c.copy()).to(raw_SV.device) for c in columns))
-    return token_S, score(raw_SV, token_S)
+    return with_bits(token_S, score(raw_SV, token_S))
 
 
 def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scores, ...]:
     """The likeliest tokens of each row that asked, found at once for those of equal counts."""
     found: dict[int, Scores] = {}
-    token_S = token_S.to(raw_SV.device)  # waits for all that is queued there
     for count in np.unique(num_tops_S[num_tops_S >= 0]).tolist():
         places = np.flatnonzero(num_tops_S == count)
         index = torch.from_numpy(places).to(raw_SV.device)

@@ -2,6 +2,10 @@
 
 R running rows, B block size. Rows that decode are served before prompt chunks, so that a long
 prompt never starves them; a step that preempts admits nobody (multi_lora.md, 11.1).
+
+A plan may be in flight. What it draws counts as length only: a row that may stop there is planned
+all the same. Nothing that it reads or writes is handed out, so where the next plan would have to
+take blocks from a row, or needs a token's value, it waits until the one in flight is committed.
 """
 
 from dataclasses import dataclass, replace
@@ -21,23 +25,31 @@ from purestep.state.engine import (
     Rows,
     add_rows,
     completed_record,
-    quiet,
+    drawn_in_flight,
+    drop_copies,
     take_rows,
 )
+from purestep.state.errors import InFlightError, StepError
 from purestep.state.plan import StepPlan
 from purestep.state.pytree import evolve
-from purestep.state.request import Completion, FinishReason, RequestState
+from purestep.state.request import Completion, FinishReason, RequestState, frozen
 from purestep.state.scores import locked
 
 
 def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[HostState, StepPlan]:
     """Plan one step. Pure: the returned state has the plan in flight, the given one is unchanged.
 
-    Raises StepError when a plan is in flight already, PolicyError for an inadmissible order.
+    Raises PolicyError for an inadmissible order, InFlightError where the plan in flight has to be
+    committed first, StepError when two are in flight.
     """
-    order = checked_order(quiet(host, "schedule"), policy)
+    if len(host.in_flight) > 1:
+        steps = [plan.step for plan in host.in_flight]
+        raise StepError(f"schedule: steps {steps} were scheduled and not committed")
+    order = checked_order(host, policy)
+    drawn_R = drawn_in_flight(host)
+    host = _lengthened(host, drawn_R)
     draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)
-    running = _serve_running(config, host, order, draft, encoding)
+    running = _serve_running(config, host, order, draft, encoding, drawn_R)
     admitted = Admitted.none(host.adapters)
     if running.admits and not encoding.stalled:
         room = config.max_batched_tokens - int(running.count_R.sum())
@@ -48,8 +60,8 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         rows = add_rows(rows, [row for row, _ in admitted.rows])
         count_R = np.append(count_R, [count for _, count in admitted.rows]).astype(np.int32)
 
-    for source, _ in host.copies:
-        draft.release([source])  # after all allocations: this plan reads it
+    copies = drop_copies(host.copies, draft)  # of branches that were preempted: after allocations
+    sources = [(host.step, "", frozen([source])) for source, _ in copies]  # this plan reads it
     loads = _wanted_loads(host)
     hopeless = () if loads else _hopeless_loads(config, host)
     ended = (*running.ended, *admitted.ended, *hopeless)
@@ -69,6 +81,8 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         requests,
         adapters,
         draft.allocated,
+        drawn_R,
+        copies=copies,
         drops=drops,
         encodes=encodes,
         ended=(*host.ended, *ended),
@@ -82,15 +96,63 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         step=host.step + 1,
         requests=requests,
         waiting=_still_waiting(host, running.preempted, left),
-        rows=evolve(rows, num_computed_R=locked(rows.num_computed_R + count_R)),
+        rows=_as_known(evolve(rows, num_computed_R=locked(rows.num_computed_R + count_R)), drawn_R),
         blocks=draft.finish(),
         adapters=adapters,
         encoder=encoder,
         copies=(),
         ended=(),
-        in_flight=(plan,),
+        in_flight=(*host.in_flight, plan),
+        departed=(*host.departed, *sources),
     )
     return after, plan
+
+
+def plan_ahead(
+    config: Config, host: HostState, policy: Policy = fcfs
+) -> tuple[HostState, StepPlan] | None:
+    """`schedule`, for a driver that keeps a plan in flight: None where the one in flight has to be
+    committed first, and where no row would take part."""
+    try:
+        after, plan = schedule(config, host, policy)
+    except InFlightError:
+        return None
+    return (after, plan) if plan.row_ids else None
+
+
+def _lengthened(host: HostState, drawn_R: np.ndarray) -> HostState:
+    """The state with the tokens counted that the plan in flight draws.
+
+    Raises InFlightError where one of them has to be known, or an adapter it uses was dropped, so
+    that its place looks free.
+    """
+    if not host.in_flight:
+        return host
+    (flying,) = host.in_flight
+    rows, drawn = host.rows, drawn_R >= 0
+    num_tokens_R = rows.num_tokens_R + drawn
+    for row in np.flatnonzero(drawn & rows.edited_R & (num_tokens_R < rows.limit_R)).tolist():
+        edits = host.requests[rows.ids[row]].edits
+        if edits is not None and edits.looks_back:
+            raise _waits(host, f"what {rows.ids[row]!r} draws next depends on the token it draws")
+    for place in flying.residents:
+        found = host.adapters.resident.get(place.version)
+        if found is None or (found.slot, found.row_blocks) != (place.slot, place.row_blocks):
+            raise _waits(host, f"it reads adapter {place.version!r}, which was dropped")
+    return evolve(host, rows=evolve(rows, num_tokens_R=locked(num_tokens_R)))
+
+
+def _as_known(rows: Rows, drawn_R: np.ndarray) -> Rows:
+    """The rows, new ones behind the old, without the tokens that `_lengthened` counted."""
+    if not (drawn_R >= 0).any():
+        return rows
+    num_tokens_R = rows.num_tokens_R.copy()
+    num_tokens_R[: len(drawn_R)] -= drawn_R >= 0
+    return evolve(rows, num_tokens_R=locked(num_tokens_R))
+
+
+def _waits(host: HostState, why: str) -> InFlightError:
+    return InFlightError(f"schedule: commit step {host.in_flight[0].step} first, since {why}")
 
 
 def _still_waiting(host: HostState, preempted: tuple[str, ...], left: set[str]) -> tuple[str, ...]:
@@ -112,10 +174,17 @@ class _Running:
 
 
 def _serve_running(
-    config: Config, host: HostState, order: Order, draft: BlockDraft, encoding: Encoding
+    config: Config,
+    host: HostState,
+    order: Order,
+    draft: BlockDraft,
+    encoding: Encoding,
+    drawn_R: np.ndarray,
 ) -> _Running:
     rows, B = host.rows, config.block_size
     service, making_way = _served(config, host, order)
+    if host.in_flight and making_way:
+        raise _waits(host, f"{rows.ids[making_way[0]]!r} makes way for a promised adapter")
     for row in making_way:
         draft.release(rows.tables[row])
     count_R = _token_counts(config, host, service, encoding)
@@ -129,9 +198,12 @@ def _serve_running(
         stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
     rows = _with_blocks(config, rows, np.where(stays, need_R, 0), draft)
     if config.prefix_caching:
-        for row in np.flatnonzero(stays & (end_R // B > start_R // B)).tolist():
-            record, start, end = host.requests[rows.ids[row]], int(start_R[row]), int(end_R[row])
-            register_blocks(config, record, rows.tables[row], start, end, draft)
+        # A block with a token that is not known yet gets its digest with it, in `commit`.
+        first_R, last_R = start_R // B, end_R // B
+        filling = np.flatnonzero(stays & (last_R > first_R) & (drawn_R < 0))
+        parts = (column[filling].tolist() for column in (first_R, last_R))
+        for row, first, last in zip(filling.tolist(), *parts, strict=True):
+            register_blocks(host.requests[rows.ids[row]], rows.tables[row], first, last, draft)
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
@@ -155,8 +227,9 @@ def _serve_running(
 
 
 def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, list[int]]:
-    """The rows in order of service, but for those that make way; and these."""
-    making_way = _rows_making_way(config, host)
+    """The rows in order of service, but for those that make way and those that end with the plan in
+    flight; and those that make way."""
+    rows, making_way = host.rows, _rows_making_way(config, host)
     if order.running is host.rows.ids:
         service = np.arange(len(host.rows.ids))
     else:
@@ -164,6 +237,10 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
         service = np.array([place[i] for i in order.running], np.intp)
     if making_way:
         service = service[~np.isin(service, making_way)]
+    if host.in_flight:
+        ending_R = (rows.num_tokens_R == rows.limit_R) & (rows.num_tokens_R > rows.num_prompt_R)
+        ending_R |= rows.num_computed_R == rows.num_tokens_R
+        service = service[~ending_R[service]]
     return service, making_way
 
 
@@ -232,6 +309,8 @@ def _make_room(
     rows, leaving, ended = host.rows, [], []
     needed = int(need_R.sum())
     remaining = service.tolist()
+    if needed > draft.num_free and host.in_flight:
+        raise _waits(host, f"rows need {needed} blocks, of which {draft.num_free} are free")
     while needed > draft.num_free:
         row = remaining.pop()
         draft.release(rows.tables[row])

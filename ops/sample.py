@@ -5,8 +5,6 @@ token alone, in any batch, after a preemption and on any device. S sampled rows,
 vocabulary.
 """
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -113,33 +111,21 @@ def draw(
     return token_S
 
 
-def greedy(
-    logits_SV: Tensor, meanwhile: Callable[[Tensor], None] | None = None
-) -> tuple[Tensor, Tensor]:
-    """(token_S int64, logprob_S float32) on the host: `draw` at temperature 0, and its `score`.
-
-    On a GPU this is a step's only wait; `meanwhile` is called before it with the tokens there.
-    """
+def greedy(logits_SV: Tensor) -> Tensor:
+    """int32 [2, S]: `draw` at temperature 0, and the bits of its `score`. Does not wait."""
     if not (logits_SV.is_cuda and kernels.usable()):
         if native.takes(logits_SV):
-            token_S, logprob_S = native.greedy(logits_SV)
-        else:
-            token_S = logits_SV.argmax(-1)
-            logprob_S = score(logits_SV, token_S)
-        if meanwhile is not None:
-            meanwhile(token_S)
-        return token_S, logprob_S
+            return with_bits(*native.greedy(logits_SV))
+        token_S = logits_SV.argmax(-1)
+        return with_bits(token_S, score(logits_SV, token_S))
     from purestep.ops.kernels.greedy import launch
 
-    found_2S = launch(logits_SV)
-    host_2S = torch.empty(found_2S.shape, dtype=torch.int32, pin_memory=True)
-    host_2S.copy_(found_2S, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    if meanwhile is not None:
-        meanwhile(found_2S[0])
-    copied.synchronize()
-    return host_2S[0].long(), host_2S[1].view(torch.float32)
+    return launch(logits_SV)
+
+
+def with_bits(token_S: Tensor, logprob_S: Tensor) -> Tensor:
+    """int32 [2, S]: tokens, and the bits of float32 logprobs."""
+    return torch.stack((token_S.int(), logprob_S.view(torch.int32)))
 
 
 def score(logits_NV: Tensor, token_N: Tensor) -> Tensor:

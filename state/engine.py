@@ -74,6 +74,9 @@ class HostState:
     copies: tuple[tuple[int, int], ...]  # (held block, branch's block): the next step copies
     ended: tuple[Completion, ...]  # ended between steps; the next step's outputs tell
     in_flight: tuple[StepPlan, ...]  # scheduled and not committed, oldest first
+    # (step, key, blocks): the row of this key has left the plan in flight of this step, whose
+    # commit discards its results and frees the blocks. "" for the source of a copy.
+    departed: tuple[tuple[int, str, np.ndarray], ...]
 
     @property
     def idle(self) -> bool:
@@ -87,6 +90,8 @@ class DeviceState:
 
     pool: Any = static()
     generation: int = static()
+    launched: tuple[Any, ...] = static(default=())  # what was queued and not waited for, in order
+    drawn: tuple[int, Any] | None = static(default=None)  # the last step that drew, and its tokens
 
 
 @tree
@@ -158,6 +163,7 @@ def empty_host(
         copies=(),
         ended=(),
         in_flight=(),
+        departed=(),
     )
 
 
@@ -279,8 +285,8 @@ def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np
     """The row's newest tokens and logprobs, those its record does not have yet."""
     start = len(record.request.tokens) + len(record.generated)
     first = start % rows.tail_RB.shape[1]  # all of them stand in one block
-    places = slice(first, first + int(rows.num_tokens_R[row]) - start)
-    return rows.tail_RB[row, places], rows.tail_logprob_RB[row, places]
+    places = row, slice(first, first + int(rows.num_tokens_R[row]) - start)
+    return rows.tail_RB[places], rows.tail_logprob_RB[places]
 
 
 def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any) -> RequestState:
@@ -327,6 +333,54 @@ def quiet(host: HostState, verb: str) -> HostState:
     return host
 
 
+def plan_places(host: HostState, plan: StepPlan) -> np.ndarray:
+    """Where each row of a plan in flight stands among the running ones; -1 for those that left."""
+    if plan.row_ids == host.rows.ids and not host.departed:
+        return np.arange(len(plan.row_ids))
+    row_of = {key: row for row, key in enumerate(host.rows.ids)}
+    for step, key, _ in host.departed:
+        if step >= plan.step:  # a row of this name is another request's
+            row_of.pop(key, None)
+    return np.array([row_of.get(key, -1) for key in plan.row_ids], np.intp)
+
+
+def drawn_in_flight(host: HostState) -> np.ndarray:
+    """int32 [R]: the place of each running row among the draws of the newest plan in flight, whose
+    tokens nobody knows yet; -1 for a row that it does not draw for."""
+    place_R = np.full(len(host.rows.ids), -1, np.int32)
+    if host.in_flight:
+        plan = host.in_flight[-1]
+        at_S = plan_places(host, plan)[plan.sampled_R]
+        there = at_S >= 0
+        place_R[at_S[there]] = np.flatnonzero(there)
+    return place_R
+
+
+def num_coming(host: HostState) -> np.ndarray:
+    """int32 [R]: the tokens that the plans in flight draw for each running row."""
+    coming_R = np.zeros(len(host.rows.ids), np.int32)
+    for plan in host.in_flight:
+        at_S = plan_places(host, plan)[plan.sampled_R]
+        coming_R[at_S[at_S >= 0]] += 1
+    return coming_R
+
+
+def released(
+    host: HostState, keys: Sequence[str], tables: Sequence[np.ndarray], draft: BlockDraft
+) -> tuple[tuple[int, str, np.ndarray], ...]:
+    """Free the blocks of rows that leave, now or with the newest plan in flight that has the row,
+    since it still reads and writes them; returns who has departed by then."""
+    departed = list(host.departed)
+    users = [(plan.step, set(plan.row_ids)) for plan in reversed(host.in_flight)]
+    for key, table in zip(keys, tables, strict=True):
+        step = next((step for step, ids in users if key in ids), None)
+        if step is None:
+            draft.release(table)
+        else:
+            departed.append((step, key, table))
+    return tuple(departed)
+
+
 def completion(record: RequestState, **how: Any) -> Completion:
     """The end of a request whose record is complete."""
     request = record.request
@@ -366,8 +420,10 @@ def _collected(record: RequestState) -> dict[str, Any]:
 
 
 def block_holders(host: HostState) -> list[Sequence[int] | np.ndarray]:
-    """All that holds KV blocks: the rows' tables, and copies their sources."""
-    return [*host.rows.tables, *((source,) for source, _ in host.copies)]
+    """All that holds KV blocks: the rows' tables, copies their sources, and plans in flight those
+    of rows that have left."""
+    waiting = [(source,) for source, _ in host.copies]
+    return [*host.rows.tables, *waiting, *(blocks for _, _, blocks in host.departed)]
 
 
 def check_host(host: HostState, block_size: int) -> None:
@@ -392,9 +448,14 @@ def check_rows(host: HostState, block_size: int) -> None:
     assert sorted([*rows.ids, *host.waiting]) == sorted(host.requests)
     blocks_R = -(-rows.num_computed_R // block_size)
     assert [len(t) for t in rows.tables] == blocks_R.tolist(), "a table has a wrong length"
-    assert (rows.num_computed_R <= rows.num_tokens_R).all()
-    assert (rows.num_tokens_R <= rows.limit_R).all()
-    assert ((rows.num_tokens_R < rows.limit_R) | (rows.num_computed_R < rows.num_tokens_R)).all()
+    coming_R = num_coming(host)
+    assert (rows.num_computed_R <= rows.num_tokens_R + np.maximum(coming_R - 1, 0)).all()
+    assert (rows.num_tokens_R + coming_R <= rows.limit_R).all()
+    unfinished = (rows.num_tokens_R < rows.limit_R) | (rows.num_computed_R < rows.num_tokens_R)
+    assert unfinished.all() or host.in_flight, "a row has come to its end and is still there"
+    flying = {plan.step: plan for plan in host.in_flight}
+    for step, key, _ in host.departed:
+        assert not key or key in flying[step].row_ids, f"{key} left a plan that has no such row"
     held = {int(block) for holder in block_holders(host) for block in holder}
     assert {target for _, target in host.copies} <= held, "a copy for nobody"
     users: dict[str, int] = {}

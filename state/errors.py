@@ -67,6 +67,10 @@ class StepError(PurestepError, RuntimeError):
     """Schedule, execute and commit were called out of order."""
 
 
+class InFlightError(StepError):
+    """The next step cannot be planned before the one in flight is committed."""
+
+
 class BatchFileError(PurestepError, ValueError):
     """A batch run cannot start or go on: its files contradict each other or an option."""
 

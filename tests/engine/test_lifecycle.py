@@ -103,16 +103,16 @@ def test_the_four_verbs_are_the_step() -> None:
     assert device.generation == stepped.device.generation == 1
 
 
-def test_plans_do_not_overlap_at_depth_0() -> None:
+def test_at_most_two_plans_are_in_flight_and_land_in_order() -> None:
     program = tiny_program()
     state = submit(init(program), request("x", prompt(1, 5)))
     host, plan = schedule(program.config, state.host)
-    with pytest.raises(StepError, match="step 0"):
-        schedule(program.config, host)
-    with pytest.raises(StepError):
-        commit(program.config, state.host, plan, None)
-    with pytest.raises(StepError):
-        snapshot(replace(state, host=host), "/nonexistent/x")
+    later, behind = schedule(program.config, host)
+    with pytest.raises(StepError, match=r"steps \[0, 1\]"):
+        schedule(program.config, later)
+    for wrong, made in ((state.host, plan), (host, behind), (later, behind)):
+        with pytest.raises(StepError, match="is not the oldest in flight"):
+            commit(program.config, wrong, made, None)
 
 
 def test_an_idle_step_returns_the_same_state() -> None:
@@ -139,7 +139,7 @@ def test_a_failed_step_leaves_its_input_usable(monkeypatch: pytest.MonkeyPatch) 
         raise RuntimeError("injected")
 
     with pytest.raises(RuntimeError, match="injected"):
-        step(replace(program, layer=failing), state)
+        step(replace(program, layer=failing, fused=False), state)
     assert tokens_of(run(program, state)[1]) == want
 
 
@@ -159,7 +159,7 @@ def test_recover_drops_what_a_failed_step_overwrote() -> None:
         return program.layer(*args)
 
     with pytest.raises(RuntimeError, match="injected"):
-        step(replace(program, layer=failing), state)
+        step(replace(program, layer=failing, fused=False), state)
     with pytest.raises(TornStateError, match="recover"):
         step(program, state)
     healed = recover(state)
@@ -190,7 +190,7 @@ def test_recover_recomputes_rows_whose_blocks_were_taken() -> None:
         _, plan = schedule(program.config, state.host)
         if plan.num_preempted and not plan.overwrites.empty and not torn:
             with pytest.raises(RuntimeError, match="injected"):
-                step(replace(program, layer=failing), state)
+                step(replace(program, layer=failing, fused=False), state)
             state = recover(state)
             check_host(state.host, 4)
             torn += 1

@@ -13,22 +13,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from PIL import Image
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlavaProcessor, PreTrainedTokenizerFast
 
-from purestep.engine import (
-    Program,
-    Request,
-    for_adapters,
-    load_program,
-    prepare,
-)
+from purestep.engine import Program, Request, for_adapters, init, load_program, prepare, submit
 from purestep.engine.chat import chat_tokens
+from purestep.engine.image_processor import make_image_processor
 from purestep.engine.images import Item, place
 from purestep.state.errors import CheckpointError, ConfigError, MediaError, RequestError
 from tests.engine.test_pictures import data_url, encoded
 from tests.engine.test_processor_cache import message
-from tests.engine.tiny import tiny_program
+from tests.engine.tiny import GREEDY, run, tiny_program
 from tests.engine.tiny_images import (
     IMAGES_FIRST,
     PARTS,
@@ -42,7 +38,7 @@ from tests.engine.tiny_images import (
 )
 from tests.models.tiny_vision import SIDE, load, picture
 
-KINDS = ("llava", "llava-siglip", "qwen2_vl")
+KINDS = ("llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl")
 SIZES = [  # width, height
     (1, 1), (1, 200), (200, 1), (3, 500), (500, 3), (1, 28), (13, 13), (28, 28), (29, 27),
     (332, 27), (26, 28), (56, 56), (57, 55), (64, 48), (300, 120), (100, 400),
@@ -71,13 +67,70 @@ def test_tensors_and_counts_are_those_of_transformers(kind: str, size: tuple[int
     request = prepare(program, message("hi", *parts), id="r")
     assert len(request.features) == len(parts)
     for feature in request.features:
-        pixels = want["pixel_values"] if kind == "qwen2_vl" else want["pixel_values"][0]
+        pixels = want["pixel_values"] if "qwen" in kind else want["pixel_values"][0]
         assert feature.data["pixel_values"].equal(pixels)
-        if kind == "qwen2_vl":
+        if "qwen" in kind:
             assert feature.grid == tuple(want["image_grid_thw"][0].tolist())
         assert feature.length == feature.num_embeds == len(model.encode([feature.data])[0])
         assert request.tokens[feature.offset : feature.end] == [model.marker] * feature.length
     assert request.tokens.count(model.marker) == sum(f.length for f in request.features)
+
+
+def greedy_by_transformers(kind: str, tokens: list[int], images: list[Image.Image]) -> list[int]:
+    model, prompt = load(kind), torch.tensor([tokens])
+    given = dict(model.processor(images=images, return_tensors="pt"))
+    if "qwen" in kind:
+        given["mm_token_type_ids"] = (prompt == model.marker).int()
+    out = model.oracle.generate(
+        input_ids=prompt, **given, max_new_tokens=6, do_sample=False, eos_token_id=None
+    )
+    return out[0, len(tokens) :].tolist()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_from_a_picture_to_the_right_token(kind: str) -> None:
+    """Image first, in the midst, last; a broken picture beside them hurts its own request alone
+    (MP-08)."""
+    program = image_program(kind)
+    a, b, c = picture(60, 40), picture(28, 90, seed=1), picture(150, 30, seed=2)
+    prompts = {"first": [a, "hi"], "midst": ["x", b, "y", a, "z"], "last": ["hello", c]}
+    state = init(program)
+    for name, parts in prompts.items():
+        state = submit(state, prepare(program, message(*parts), id=name, sampling=GREEDY))
+        with pytest.raises(MediaError):
+            prepare(program, message(*parts, b"broken"), id="broken", sampling=GREEDY)
+    _, done = run(program, state)
+    for name, parts in prompts.items():
+        images = [part for part in parts if not isinstance(part, str)]
+        tokens = prepare(program, message(*parts), id=name).tokens
+        assert done[name].tokens[:6].tolist() == greedy_by_transformers(kind, tokens, images)
+
+
+def test_embeddings_say_what_their_picture_says() -> None:
+    """What the encoder would have made, given as rows, is as good as the picture."""
+    program, model = image_program(), load("llava")
+    image = picture(60, 40)
+    (rows,) = model.encode([model.item(image)])
+    given = message("a", {"type": "image_embeds", "image_embeds": rows}, "b")
+    asked = [
+        prepare(program, prompt, id=name, sampling=GREEDY)
+        for name, prompt in (("rows", given), ("pixels", message("a", image, "b")))
+    ]
+    _, done = run(program, init(program), asked)
+    assert done["rows"].tokens.tolist() == done["pixels"].tokens.tolist()
+    np.testing.assert_allclose(done["rows"].logprobs, done["pixels"].logprobs, atol=1e-5)
+
+
+def test_the_largest_picture_of_a_processor_may_be_encoded() -> None:
+    """By default, whatever its settings are: 40 rows here, and 1280 where max_pixels says so."""
+    path = folder("qwen2_vl")
+    for most in (28 * 28 * 40, 28 * 28 * 1280):
+        call = load("qwen2_vl").processor
+        settings = {**call.to_dict(), "size": {"shortest_edge": 3136, "longest_edge": most}}
+        processor = make_image_processor(type(call)(**settings))
+        options = {"image_processor": processor, "max_batched_tokens": 64, "num_blocks": 8}
+        program = load_program(path, device="cpu", **options)
+        assert program.config.max_encoder_tokens >= most // 28**2
 
 
 def test_a_whole_prompt_is_that_of_llavas_own_processor() -> None:
@@ -219,6 +272,13 @@ def test_templates_that_know_parts_words_or_both(template: str) -> None:
         prepare(program, chat, id="r"),
         prepare(program, want, id="r", images=[image, image]),
     )
+
+
+def test_a_part_that_a_template_of_words_cannot_write_is_refused() -> None:
+    for part in ({"type": "thinking", "thinking": "hm"}, "words", {"type": "text", "text": 3}):
+        chat = [{"role": "user", "content": [part]}]
+        with pytest.raises(RequestError, match="writes text alone"):
+            prepare(image_program(template=WORDS), chat, id="r")
 
 
 def test_a_template_may_be_in_the_file_of_older_processors(tmp_path: Path) -> None:

@@ -58,7 +58,7 @@ def folder(kind: str) -> Path:
 
 @cache
 def image_program(kind: str = "llava", template: str = PARTS, **options: Any) -> Program:
-    program = load_program(folder(kind), device="cpu", num_blocks=8, **options)
+    program = load_program(folder(kind), device="cpu", num_blocks=32, **options)
     program.tokenizer.chat_template = template
     return program
 

@@ -3,6 +3,7 @@
 import argparse
 import sys
 
+from purestep.simulation.fairness import FEW_ROWS, MIXED, longest_wait
 from purestep.simulation.longrun import Failure, long_run, report
 
 
@@ -12,7 +13,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--configs", type=int, default=50)
     parser.add_argument("--jobs", type=int, default=1, help="processes; they change no result")
+    parser.add_argument("--wait", action="store_true", help="try nothing but the bounded wait")
     args = parser.parse_args()
+    if args.wait:
+        print(f"ranks alike, slots are the limit: {longest_wait(args.steps, args.seed)}")
+        mixed = longest_wait(args.steps, args.seed, MIXED, **FEW_ROWS)
+        print(f"ranks that differ, rows are the limit: {mixed}")
+        return 0
     try:
         coverage = long_run(args.steps, args.seed, args.configs, num_jobs=args.jobs)
     except Failure as failure:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from purestep.simulation.machine import Event
-from purestep.state.engine import EngineState
+from purestep.state.engine import EngineState, HostState
 from purestep.state.media import Feature
 from purestep.state.plan import StepPlan
 
@@ -29,6 +29,12 @@ TRANSITIONS = (
     "fork into another pool size",
     "recovery of a failed step",
     "promise to a request that waited too long",
+    "plan behind one in flight",
+    "plan in flight that the next had to wait for",
+    "row that stopped and was planned on",
+    "abort of a row in flight",
+    "failed step behind one in flight",
+    "lost step in flight",
 )
 
 
@@ -45,6 +51,8 @@ class Coverage:
     ) -> None:
         kind, arguments = event
         old, new = before.host, after.host
+        if kind in ("step", "ahead"):
+            self._see_landing(old, new, plan)
         if plan is not None:
             self.events["step"] += 1
             self._see_step(before, after, plan)
@@ -70,6 +78,8 @@ class Coverage:
                     halfway and key not in new.requests
                     for key, halfway in zip(rows.ids, begun.tolist(), strict=True)
                 )
+                gone = len(new.departed) - len(old.departed)
+                self.counts["abort of a row in flight"] += gone
             case "branch":
                 copies = len(new.copies) - len(old.copies)
                 self.counts["branch on a partial block"] += copies
@@ -79,6 +89,17 @@ class Coverage:
                 self.counts["fork into another pool size"] += 1
             case "fail":
                 self.counts["recovery of a failed step"] += 1
+                self.counts["failed step behind one in flight"] += bool(old.in_flight)
+            case "lose":
+                self.counts["lost step in flight"] += 1
+
+    def _see_landing(self, old: HostState, new: HostState, plan: StepPlan | None) -> None:
+        if not old.in_flight:
+            return
+        behind = plan is not None
+        self.counts["plan behind one in flight"] += behind
+        self.counts["plan in flight that the next had to wait for"] += not behind
+        self.counts["row that stopped and was planned on"] += len(new.departed)
 
     def _see_step(self, before: EngineState, after: EngineState, plan: StepPlan) -> None:
         old, new = before.host, after.host

@@ -44,12 +44,13 @@ TORN = b"torntorn"  # what a failed step leaves behind
 
 @tree
 class ToyDevice:
-    """The cells of each block, which part of which adapter version a row block holds, and encoder
-    outputs."""
+    """The cells of each block, which part of which adapter version a row block holds, encoder
+    outputs, and what the last step drew."""
 
     blocks: Map[int, bytes]
     row_blocks: Map[int, tuple[str, int]]
     encoded: Map[str, bytes]  # by identifier
+    drawn: tuple[int, ...] = ()
 
 
 def empty_device() -> ToyDevice:
@@ -141,7 +142,7 @@ def execute(
     """What a plan says, done to the toy: uploads, copies, all writes, then all draws."""
     device = _prepared(device, plan, blobs)
     made = {item.identifier: content(blobs[item.blob]) for item in plan.encodes}
-    tokens_T = _tokens_read(plan, blobs, device.encoded.update(made))
+    tokens_T = _tokens_read(plan, blobs, device.encoded.update(made), device.drawn)
     kept = {item.identifier: made[item.identifier] for item in plan.encodes if item.keep}
     device = replace(device, encoded=device.encoded.update(kept))
     with device.blocks.mutate() as blocks:
@@ -164,7 +165,7 @@ def execute(
         scored=tuple(scored),
         hidden=tuple(hidden),
     )
-    return replace(device, blocks=written), result
+    return replace(device, blocks=written, drawn=tuple(token for token, _ in news)), result
 
 
 def _tops(news: tuple[int, float], num_tops: int) -> Scores:
@@ -235,7 +236,7 @@ def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> To
         row_blocks.update({block: (version, i) for i, block in enumerate(place.row_blocks)})
     for source, target in plan.copies:
         blocks[target] = blocks.get(source, b"")
-    return ToyDevice(blocks=blocks.finish(), row_blocks=row_blocks.finish(), encoded=encoded)
+    return replace(device, blocks=blocks.finish(), row_blocks=row_blocks.finish(), encoded=encoded)
 
 
 def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
@@ -255,12 +256,19 @@ def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
 
 
 def _tokens_read(
-    plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, bytes]
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    outputs: Mapping[str, bytes],
+    drawn: tuple[int, ...],
 ) -> np.ndarray:
-    """The plan's ids, and in place of an embedding a number that tells which it is."""
-    if not (plan.embedded or plan.merges or plan.position_3T is not None):
+    """The plan's ids, those among them that the step before drew, and in place of an embedding a
+    number that tells which it is."""
+    gathered = np.flatnonzero(plan.gathered_T >= 0)
+    moved = plan.position_3T is not None
+    if not (plan.embedded or plan.merges or moved or len(gathered)):
         return plan.tokens_T
     tokens_T = plan.tokens_T.astype(np.int64)
+    tokens_T[gathered] = [drawn[place] for place in plan.gathered_T[gathered].tolist()]
     for span in plan.merges:
         output = outputs.get(span.identifier, b"missing")
         rows = range(span.first_row, span.first_row + len(span.index_E))

@@ -15,8 +15,9 @@ PROMPTS = (
     (4, 4, 1, 5, 1, 3, 5, 6, 3, 3),
 )
 MOST_LIVE = 12
+LEAST_OF_ONE_DRIVER = 40  # events
 WEIGHTS = {  # of 1000 events
-    "step": 585,
+    "step": 580,
     "submit": 170,
     "branch": 35,
     "abort": 25,
@@ -31,6 +32,7 @@ WEIGHTS = {  # of 1000 events
     "fork": 3,
     "flush": 2,
     "adopt": 2,
+    "lose": 5,
 }
 DELICATE = {  # likewise, while a branch waits for its copy, and behind a step that failed
     "step": 350,
@@ -100,13 +102,25 @@ def first_events(rng: np.random.Generator) -> list[Event]:
 
 def random_event(rng: np.random.Generator, machine: Machine) -> Event:
     """What happens next."""
-    delicate = machine.state.host.copies or machine.last == "fail"
+    host = machine.state.host
+    delicate = host.copies or machine.last == "fail"
     kind = _drawn(rng, DELICATE if delicate else WEIGHTS)
+    for plan in host.in_flight:
+        if (plan.uploads or plan.ended or plan.loads) and rng.integers(8) == 0:
+            kind = "lose"
+    if machine.last == "abort" and host.in_flight and rng.integers(2):
+        return "submit", {**random_request(rng, machine.number), "id": machine.aborted}
     crowded = len(machine.live) >= MOST_LIVE and kind in ("submit", "branch")
     vain = kind in ("load_returns", "load_fails") and not machine.asked
-    if crowded or vain:
-        return "step", {}
+    if crowded or vain or kind == "step":
+        return _driver(rng, machine), {}
     return kind, _arguments(rng, machine, kind)
+
+
+def _driver(rng: np.random.Generator, machine: Machine) -> str:
+    """Which kind of step: for a while none is planned ahead, for a while most are."""
+    ahead = machine.number // LEAST_OF_ONE_DRIVER % 3 > 0
+    return "ahead" if ahead and rng.integers(12) else "step"
 
 
 def _drawn(rng: np.random.Generator, weights: dict[str, int]) -> str:
@@ -135,6 +149,8 @@ def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[st
         case "unload":
             running = pick(rng, ("drain", "drain", "abort", "refuse"))
             return {"name": pick(rng, NAMES), "running": running}
+        case "lose":
+            return {"behind": bool(rng.integers(2))}
         case "register" | "pin":
             return {"name": pick(rng, NAMES)}
         case "fork":

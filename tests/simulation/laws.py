@@ -1,7 +1,8 @@
-"""The state laws of multi_lora.md, section 21 (items 1 to 5 and 13 to 20), one function each.
+"""The state laws of multi_lora.md, section 21 (items 1 to 5 and 13 to 20), one function each, and
+those of a plan in flight (design, section 3).
 
-A law of a state takes a HostState; a law of a step takes the states before and after it and the
-plan between them. All assert and return nothing; `check_state` and `check_step` assert them all.
+A law of a state takes a HostState; a law of a step takes the states before and after its plan was
+made, and the plan. All assert and return nothing; `check_state` and `check_step` assert them all.
 B block size, R rows of a plan.
 """
 
@@ -10,7 +11,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from purestep.engine.config import Config
+from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
@@ -18,7 +19,7 @@ from purestep.state.adapters import check_adapters, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
-from purestep.state.media import overlap_groups
+from purestep.state.media import embed_runs, overlap_groups
 from purestep.state.plan import StepPlan
 from purestep.state.request import Request, RequestState
 
@@ -32,14 +33,16 @@ def check_state(config: Config, host: HostState, device: ToyDevice) -> None:
     law_4_rows_of_one_owner(host, device)
     law_18_references(host)
     law_m_references_are_of_items_ahead(host)
-    i7_device_has_what_is_computed(host.encoder, device.encoded)
+    if not host.in_flight:
+        i7_device_has_what_is_computed(host.encoder, device.encoded)
     law_20_no_hit_crosses_versions(host)
+    law_in_flight_blocks_are_held(host)
 
 
 def check_step(
     config: Config, before: HostState, after: HostState, plan: StepPlan, order: Order
 ) -> None:
-    """Every law of one step, whose policy gave `order`."""
+    """Every law of one step as it is planned, whose policy gave `order`."""
     check_plan(config, before, plan)
     law_2_used_is_active(before, plan)
     law_5_least_recently_used(config, before, after, plan)
@@ -51,6 +54,8 @@ def check_step(
     law_15_a_promise_is_kept(before, after)
     law_17_hits(config, before, plan)
     law_19_reuse_order(before, after)
+    law_in_flight_nothing_is_handed_out(config, before, plan)
+    law_in_flight_ids_are_the_rows_own(before, plan)
     law_m_budgets(config, plan)
     law_m_outputs_are_there(before, plan)
     law_m_whole_items(config, before, plan)
@@ -62,6 +67,10 @@ def check_plan(config: Config, before: HostState, plan: StepPlan) -> None:
     assert len(plan.tokens_T) == plan.count_R.sum() <= config.max_batched_tokens
     assert len(plan.row_ids) <= config.max_rows
     assert (plan.count_R > 0).all()
+    for key, end in zip(plan.row_ids, (plan.start_R + plan.count_R).tolist(), strict=True):
+        request = before.requests[key].request
+        limit = row_limit(config, before.requests[key]) - (request.sampling.max_tokens > 0)
+        assert end <= limit, f"{key} computes token {end} of {limit} that are read"
     active = {place.version for place in plan.residents}
     lost, running = set(plan.overwrites.adapters), set(before.rows.versions)
     uploaded = [place.version for place in plan.uploads]
@@ -92,7 +101,8 @@ def law_3_pins_stay(before: HostState, after: HostState, kind: str) -> None:
         version = old.names[name]
         if new.names[name] == version:
             assert version in new.registered
-            assert version in new.resident or version not in old.resident
+            lost = kind == "lose"  # the step that uploaded it
+            assert version in new.resident or version not in old.resident or lost
     if kind == "load_fails":
         for part in ("names", "registered", "resident", "host_order", "device_order", "users"):
             assert getattr(old, part) == getattr(new, part)
@@ -126,6 +136,7 @@ def law_5_least_recently_used(
     soon = {before.requests[key].version for key in before.waiting}
     promised = {v for r in (*old.reservations, *new.reservations) for v in r.victims}
     spared = used | soon | promised | pinned_versions(old) | set(before.rows.versions)
+    spared |= {place.version for flying in before.in_flight for place in flying.residents}
     older = {v for v in old.device_order[:newest] if v in new.registered}
     assert older <= evicted | spared, "an adapter was evicted before a less recently used one"
 
@@ -203,6 +214,30 @@ def law_15_a_promise_is_kept(before: HostState, after: HostState) -> None:
     if standing:
         came = set(after.adapters.resident) - set(before.adapters.resident)
         assert came <= {p.version for p in promises}, "another adapter came in before the promised"
+
+
+def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState) -> int:
+    """21.15 in numbers (11.3; derived in `engine/admission.py`), where blocks and rows suffice and
+    a prompt takes one step: a promise is kept at the latest when the rows it waits for have run
+    out. `due` remembers, from step to step, the last step for each version. Returns how many came
+    in."""
+    waited_for: set[str] = set()  # by a promise and those before it
+    for promise in after.adapters.reservations:
+        waited_for.update(promise.victims)
+        if not any(promise is known for known in before.adapters.reservations):
+            run = 1 + longest_run(after, waited_for)  # and this step's
+            due.setdefault(promise.version, before.step + run)
+    came = [version for version in due if version in after.adapters.resident]
+    for version in came:
+        assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
+    return len(came)
+
+
+def longest_run(host: HostState, versions: set[str]) -> int:
+    """Steps until no row of these versions is left, where each draws a token a step."""
+    left_R = (host.rows.limit_R - host.rows.num_tokens_R).tolist()
+    mine = [left for left, v in zip(left_R, host.rows.versions, strict=True) if v in versions]
+    return max(mine, default=0)
 
 
 def law_16_keys_are_contents(
@@ -293,21 +328,62 @@ def law_20_no_hit_crosses_versions(host: HostState) -> None:
             assert found is None or digests[k] == found, f"{key} holds another's block {block}"
 
 
+def law_in_flight_blocks_are_held(host: HostState) -> None:
+    """A block that a plan in flight reads or writes is held until its commit, whoever leaves."""
+    for plan in host.in_flight:
+        named = {block for table in plan.tables for block in table.tolist()}
+        named |= {block for copy in plan.copies for block in copy}
+        free = named - set(host.blocks.refs)
+        assert not free, f"blocks {sorted(free)} are free, and step {plan.step} still uses them"
+
+
+def law_in_flight_nothing_is_handed_out(config: Config, before: HostState, plan: StepPlan) -> None:
+    """No block and no adapter row that a plan in flight uses is handed out by another."""
+    size = config.block_size
+    first_R = (-(-plan.start_R // size)).tolist()
+    new = {b for table, k in zip(plan.tables, first_R, strict=True) for b in table[k:].tolist()}
+    for flying in before.in_flight:
+        named = {block for table in flying.tables for block in table.tolist()}
+        named |= {block for copy in flying.copies for block in copy}
+        assert not new & named, f"blocks {sorted(new & named)} are in flight and handed out"
+        for place in plan.uploads:
+            for other in flying.residents:
+                assert place.slot != other.slot, f"slot {place.slot} is in flight and handed out"
+                shared = set(place.row_blocks) & set(other.row_blocks)
+                assert not shared, f"row blocks {sorted(shared)} are in flight and handed out"
+
+
+def law_in_flight_ids_are_the_rows_own(before: HostState, plan: StepPlan) -> None:
+    """An id that nobody knows yet is taken from the row's own draw in the plan in flight, and only
+    such an id is."""
+    drawn: list[str] = []
+    for flying in before.in_flight:
+        rows = zip(flying.row_ids, flying.sampled_R.tolist(), strict=True)
+        drawn = [key for key, draws in rows if draws]
+    gone = {key for _, key, _ in before.departed}
+    ends = np.cumsum(plan.count_R) - 1
+    for key, end in zip(plan.row_ids, ends.tolist(), strict=True):
+        known = key not in before.rows.ids or key in gone or key not in drawn
+        place = int(plan.gathered_T[end])
+        assert place == (-1 if known else drawn.index(key)), f"{key} takes another row's token"
+        assert known or plan.tokens_T[end] == -1
+    assert (plan.gathered_T >= 0).sum() == (plan.gathered_T[ends] >= 0).sum()
+
+
 def law_m_budgets(config: Config, plan: StepPlan) -> None:
-    """A step encodes within its budget, and nothing twice, nor what none of its rows needs."""
+    """A step encodes within its budget, nothing twice, and nothing if no row merges any."""
     names = [item.identifier for item in plan.encodes]
     assert len(set(names)) == len(names)
     assert sum(item.num_embeds for item in plan.encodes) <= config.max_encoder_tokens
-    used = {span.identifier for span in plan.merges}
-    groups = {name for name in names if name not in used}
-    assert not groups or config.max_encoder_tokens, "encoded without a budget"
-    assert used or not names, "encoded for nobody"
+    assert plan.merges or not names, "encoded for nobody"
 
 
 def law_m_outputs_are_there(before: HostState, plan: StepPlan) -> None:
     """Each output that a step merges is there before it and not dropped, or encoded by it; and none
     is encoded that is there and stays."""
     there = {name for name, output in before.encoder.outputs.items() if output.computed}
+    there |= {item.identifier for flying in before.in_flight for item in flying.encodes}
+    there &= set(before.encoder.outputs)
     there -= set(plan.drops)
     made = {item.identifier for item in plan.encodes}
     used = {span.identifier for span in plan.merges}
@@ -319,6 +395,8 @@ def law_m_references_are_of_items_ahead(host: HostState) -> None:
     """I1 to I6; and who refers to an item has tokens of it still to compute."""
     check_encoder(host.encoder, encoder_items(host))
     computed = dict(zip(host.rows.ids, host.rows.num_computed_R.tolist(), strict=True))
+    for flying in host.in_flight[:1]:  # they let go as it lands
+        computed |= zip(flying.row_ids, flying.start_R.tolist(), strict=True)
     for holders in host.encoder.holders.values():
         for key, i in holders:
             end = host.requests[key].request.features[i].end
@@ -333,10 +411,10 @@ def law_m_whole_items(config: Config, before: HostState, plan: StepPlan) -> None
     for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
         features = before.requests[key].request.features
         for group in overlap_groups(features):
-            first, last = features[group[0]].offset, max(features[i].end for i in group)
-            assert not first < start < last or start > len(before.requests[key].request.tokens)
-            masked = all(features[i].is_embed is None for i in group)
-            assert not (masked and first < end < last), f"{key} stops within an item"
+            runs = [run for i in group for run in embed_runs(features[i])]
+            first, last = min(run[0] for run in runs), max(run[1] for run in runs)
+            assert not first < start <= last, f"{key} begins within an item"
+            assert not first < end <= last, f"{key} stops within an item"
 
 
 def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: Order) -> None:
@@ -363,6 +441,7 @@ def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: 
 
 
 def _lacks_outputs(before: HostState, key: str) -> bool:
-    """Whether a request may have to wait for an encoding."""
+    """Whether a request may have to wait for an encoding: an output that nobody holds may give its
+    place to another in the very step."""
     features = before.requests[key].request.features
-    return any(f.num_embeds and f.identifier not in before.encoder.outputs for f in features)
+    return any(f.num_embeds and f.identifier not in before.encoder.holders for f in features)

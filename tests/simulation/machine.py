@@ -7,7 +7,9 @@ that has no object does nothing, so any part of a list is a run too.
 | event | arguments |
 |---|---|
 | `submit` | `id`, `tokens`, `embeds` (number of them), `media`, `sampling`, fields of Request |
-| `step`, `fail` | a step; one whose execute raises after it has written, then recovery |
+| `step`, `ahead` | a step, or the rest of the one in flight; one that leaves a plan in flight |
+| `fail` | a step whose execute raises after it has written, then recovery |
+| `lose` | the step in flight is lost, with one `behind` it or not, then recovery |
 | `abort`, `branch` | `pick`; `pick`, `count` |
 | `register`, `load` | `name`; `name`, `version`, `again` (from a file, or from tensors) |
 | `load_returns`, `load_fails` | `pick` among the loads asked for, `version`; `pick` |
@@ -34,21 +36,29 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.fork import renumbered
 from purestep.engine.policy import Order, Policy, fcfs
-from purestep.engine.recording import begin_recording, record, step_event, write_event
+from purestep.engine.recording import (
+    begin_recording,
+    plan_event,
+    record,
+    result_event,
+    write_event,
+)
 from purestep.engine.renewal import adopt, flush
 from purestep.engine.requests import abort, branch, submit
-from purestep.engine.schedule import schedule
-from purestep.engine.step import without_overwritten
-from purestep.simulation.device import tear, toy_step
+from purestep.engine.schedule import plan_ahead, schedule
+from purestep.engine.step import without_flown, without_overwritten
+from purestep.simulation.device import execute, tear
 from purestep.simulation.laws import (
     check_state,
     check_step,
     law_3_pins_stay,
     law_16_keys_are_contents,
     law_19_cached_is_computed,
+    law_19_reuse_order,
 )
 from purestep.simulation.media import Item, too_large, with_media
 from purestep.simulation.told import (
@@ -62,8 +72,14 @@ from purestep.simulation.told import (
 )
 from purestep.simulation.world import RANKS, loaded, toy_state
 from purestep.state.canonical import digest, from_plain, to_plain
-from purestep.state.engine import EngineState, HostState, progress
-from purestep.state.errors import AdapterError, ConfigError, RequestError, UnknownAdapterError
+from purestep.state.engine import EngineState, HostState, drop_blobs, progress
+from purestep.state.errors import (
+    AdapterError,
+    ConfigError,
+    RequestError,
+    StepError,
+    UnknownAdapterError,
+)
 from purestep.state.hashing import request_seed
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.request import Request
@@ -102,8 +118,10 @@ class Machine:
         self.policy, self.laws, self.keep, self.sees = policy, laws, keep, sees
         self.tape = tape
         self.state: EngineState = toy_state(config)
+        self.results: list[StepResult] = []  # of the plans in flight
         self.live: dict[str, Told] = {}
         self.number, self.last = 0, ""  # events so far, and the kind of the newest
+        self.aborted = ""  # the last request that was
         self.asked: list[tuple[str, str]] = []  # loads the engine wants and has not got
         self.kept: list[tuple[HostState, str]] = []
         self.known: dict[bytes, tuple] = {}
@@ -145,7 +163,7 @@ class Machine:
         for _ in range(STEPS_TO_DRAIN):
             if self.state.host.idle:
                 break
-            self.do(("step", {}))
+            self.do(("ahead" if self.number % 5 else "step", {}))
             while self.asked:
                 self.do(("load_returns", {"pick": 0, "version": "v1"}))
         must(self.state.host.idle and not self.live, f"still live: {sorted(self.live)}")
@@ -159,8 +177,6 @@ class Machine:
     def _check_laws(self, kind: str, before: EngineState) -> None:
         host, old = self.state.host, before.host
         check_state(self.config, host, self.state.device)
-        if self.plan is not None:
-            check_step(self.config, old, host, self.plan, self.order)
         law_3_pins_stay(old, host, kind)
         for key, now in host.requests.items():
             if not now.loading and old.requests.get(key) is not now:
@@ -171,8 +187,11 @@ class Machine:
         law_19_cached_is_computed(self.config, host, self.state.device, self.known, self.cells)
         prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}
         media = {f.digest for r in host.requests.values() for f in r.request.features}
-        assert set(self.state.blobs) == {*host.adapters.registered, *prompts, *media}
-        assert sorted([*host.requests, *(c.key for c in host.ended)]) == sorted(self.live)
+        known, needed = set(self.state.blobs), {*host.adapters.registered, *prompts, *media}
+        untold = [*host.ended, *(c for plan in host.in_flight for c in plan.ended)]
+        assert needed <= known
+        assert known == needed or untold, "a tensor is kept that nothing names"
+        assert sorted([*host.requests, *(c.key for c in untold)]) == sorted(self.live)
 
     # --- requests
 
@@ -218,6 +237,7 @@ class Machine:
                 found = progress(self.state.host, key).generated.tolist()
                 must(found == told.tokens, f"{key} has other tokens than it was told")
         self.state = self._call(abort, self.state, request_id)
+        self.aborted = request_id
 
     def _branch(self, pick: int, count: int) -> None:
         host = self.state.host
@@ -226,6 +246,10 @@ class Machine:
             return
         request_id = choice[pick % len(choice)]
         new_ids = [f"{request_id[:40]}.{self.number}.{i}" for i in range(count)]
+        if host.in_flight:
+            with refused(StepError):
+                branch(self.state, request_id, new_ids)
+            return
         self.state = self._call(branch, self.state, request_id, new_ids)
         for new_id in new_ids:
             self.live[new_id] = branched(self.live[request_id], new_id)
@@ -299,6 +323,10 @@ class Machine:
     # --- the whole state
 
     def _flush(self) -> None:
+        if self.state.host.in_flight:
+            with refused(StepError):
+                flush(self.state)
+            return
         self.state = self._call(flush, self.state)
         assert not self.state.host.blocks.block_of
 
@@ -306,9 +334,14 @@ class Machine:
         """What was read before is told already; positions that follow are of the new weights, so
         only requests that collect nothing over time are compared."""
         watched = any(told.request.hidden_layers or told.scores for told in self.live.values())
-        if not watched:
-            config = replace(self.config, weights=weights)
-            self.state = self._call(adopt, _Program(config), self.state)
+        if watched:
+            return
+        program = _Program(replace(self.config, weights=weights))
+        if self.state.host.in_flight:
+            with refused(StepError):
+                adopt(program, self.state)
+            return
+        self.state = self._call(adopt, program, self.state)
 
     def _restore(self) -> None:
         host = self.state.host
@@ -318,6 +351,8 @@ class Machine:
 
     def _fork(self, num_blocks: int) -> None:
         """Go on with the twin; blocks it does not take along are not on its device."""
+        if self.state.host.in_flight:
+            return
         try:
             host, pairs = renumbered(self.state.host, num_blocks)
         except ConfigError:
@@ -335,17 +370,51 @@ class Machine:
     # --- steps
 
     def _step(self) -> None:
-        before = self.state
-        if before.host.idle:
+        host = self.state.host
+        if host.idle:
             return
-        self.state, outputs = toy_step(before, self._saw, self._ordered)
+        if not host.in_flight:
+            self._launch(*schedule(self.config, host, self._ordered))
+        self._land()
+
+    def _ahead(self) -> None:
+        host = self.state.host
+        following = None if host.idle else plan_ahead(self.config, host, self._ordered)
+        if following is None:
+            self._step()
+            return
+        self._launch(*following)
+        if host.in_flight:
+            self._land()
+
+    def _launch(self, host: HostState, plan: StepPlan) -> None:
+        before = self.state
+        if self.tape is not None:
+            write_event(self.tape, plan_event(self.order))
+        device, result = execute(self.config, before.device, plan, before.blobs)
+        self.state = replace(before, host=host, device=device)
+        self.results.append(result)
+        self.plan = plan
+        if self.laws:
+            check_step(self.config, before.host, host, plan, self.order)
+
+    def _land(self) -> None:
+        before, result = self.state.host, self.results.pop(0)
+        host, outputs = commit(self.config, before, before.in_flight[0], result)
+        if self.tape is not None:
+            write_event(self.tape, result_event(result))
+        self.state = replace(self.state, host=host)
+        if outputs.finished:
+            self.state = drop_blobs(self.state)
+        if self.laws:
+            law_19_reuse_order(before, host)
         self.asked += outputs.loads
         for key, token, logprob in zip(
             outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
         ):
             must(key in self.live, f"{key} is not live")
             told = self.live[key]
-            expected = expected_token(self.config, told, before.host.requests[key])
+            expected = expected_token(self.config, told, before.requests[key])
             must((token, logprob) == expected, f"{key} was told {token}, alone it is {expected[0]}")
             told.tokens.append(token)
             told.logprobs.append(logprob)
@@ -353,11 +422,6 @@ class Machine:
             self.live[key].streamed += text
             must(text, f"{key} was told no text")
         self._heard(outputs)
-
-    def _saw(self, plan: StepPlan, result: StepResult) -> None:
-        self.plan = plan
-        if self.tape is not None:
-            write_event(self.tape, step_event(result, self.order))
 
     def _ordered(self, host: HostState) -> Order:
         self.order = self.policy(host)
@@ -374,11 +438,39 @@ class Machine:
             judge_completion(self.config, completion, self.live.pop(key), key in outputs.ids)
 
     def _fail(self) -> None:
-        """`execute` dies after writing: the input stays good, but for what the plan named."""
-        if self.state.host.idle:
-            return
+        """`execute` dies after writing: the input stays good, but for what the plan named. A plan
+        in flight before it has its results all the same."""
         host = self.state.host
-        _, plan = schedule(self.config, host, self.policy)
+        if host.idle:
+            return
+        if not host.in_flight:
+            failed = schedule(self.config, host, self.policy)
+        else:
+            failed = plan_ahead(self.config, host, self.policy)
+        if failed is not None:
+            self._torn(failed[1])
+
+    def _lose(self, behind: bool) -> None:
+        """The plan in flight dies, and the one that was queued behind it."""
+        host = self.state.host
+        if not host.in_flight:
+            return
+        following = plan_ahead(self.config, host, self.policy) if behind else None
+        done = replace(host.in_flight[0], uploads=(), copies=(), drops=())
+        device = tear(self.config, self.state.device, done, self.state.blobs)
+        rows = device.row_blocks
+        for block in {b for place in host.in_flight[0].uploads for b in place.row_blocks}:
+            rows = rows.delete(block)
+        device = replace(device, row_blocks=rows)
+        self.state = replace(self.state, host=without_flown(host), device=device)
+        self.results.clear()
+        if self.tape is not None:
+            write_event(self.tape, ("lost",))
+        if following is not None:
+            self._torn(following[1])
+
+    def _torn(self, plan: StepPlan) -> None:
+        host = self.state.host
         device = tear(self.config, self.state.device, plan, self.state.blobs)
         if not plan.overwrites.empty:
             host = without_overwritten(host, plan.overwrites)

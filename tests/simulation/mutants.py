@@ -14,18 +14,28 @@ from dataclasses import dataclass
 import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
-from purestep.engine.commit import _next_digest
-from purestep.engine.planning import _sampling, _slots, _step_tokens, make_plan
+from purestep.engine.commit import _filled_blocks, _next_digest, _without
+from purestep.engine.encoding import Encoding, settled
+from purestep.engine.media import plan_positions
+from purestep.engine.planning import _gathered, _sampling, _slots, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
-from purestep.engine.renewal import _rebound
+from purestep.engine.renewal import _rebound, _recomputed
 from purestep.engine.requests import _child, abort_host
-from purestep.engine.schedule import _make_room, schedule
-from purestep.engine.step import without_overwritten
+from purestep.engine.schedule import (
+    _lengthened,
+    _make_room,
+    _serve_running,
+    _served,
+    schedule,
+)
+from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
-from purestep.state.engine import completed_record, make_row
+from purestep.state.encoder import EncoderLedger, hold
+from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
+from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
 
 STEPS_OF_ONE_STATE = 500
 
@@ -101,9 +111,9 @@ MUTANTS = (
     mutant("a block stays findable once reallocated", BlockDraft._pop, "self.forget(block)", ""),
     mutant(
         "the copy of a branch's block is forgotten",
-        make_plan,
-        "copies=host.copies",
-        "copies=()",
+        schedule,
+        "copies=copies,",
+        "copies=(),",
     ),
     mutant(
         "a preempted request keeps a block too many as computed",
@@ -128,7 +138,91 @@ MUTANTS = (
         schedule,
         "draft = BlockDraft(host.blocks)",
         "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
-        (schedule, "draft.release([source])", "pass"),
+        (schedule, "for source, _ in copies]", "for source, _ in ()]"),
+    ),
+    mutant(
+        "blocks of a row that leaves are free while a plan in flight uses them",
+        released,
+        "if step is None:",
+        "if True:",
+    ),
+    mutant(
+        "an unknown id is taken from the row beside",
+        _gathered,
+        "drawn_R[rows]",
+        "np.roll(drawn_R[rows], 1)",
+    ),
+    mutant(
+        "a stopped row's token is kept: the next request of its name gets it",
+        plan_places,
+        "row_of.pop(key, None)",
+        "pass",
+    ),
+    mutant(
+        "a row that stops is planned on and told twice",
+        _without,
+        "rows=take_rows(rows, np.flatnonzero(stays)),",
+        "rows=rows,",
+    ),
+    mutant(
+        "a block is findable before its last id is known",
+        _serve_running,
+        "& (drawn_R < 0)",
+        "",
+    ),
+    mutant(
+        "a block that is filled in flight gets another block's key",
+        _filled_blocks,
+        "length // config.block_size - 1",
+        "length // config.block_size - 2",
+    ),
+    mutant(
+        "an adapter that a plan in flight reads is evicted",
+        _Queue._victims,
+        "self.counts.keys() | self._flying",
+        "self.counts.keys()",
+    ),
+    mutant(
+        "an adapter that was dropped while a plan in flight reads it leaves its place",
+        _lengthened,
+        "for place in flying.residents:",
+        "for place in ():",
+    ),
+    mutant(
+        "a row is planned beyond its last token",
+        _served,
+        "service = service[~ending_R[service]]",
+        "pass",
+    ),
+    mutant(
+        "a penalty does not count the token in flight",
+        _lengthened,
+        "drawn & rows.edited_R &",
+        "drawn & False &",
+    ),
+    mutant(
+        "rows are preempted while a plan in flight uses their blocks",
+        _make_room,
+        "if needed > draft.num_free and host.in_flight:",
+        "if False:",
+    ),
+    mutant(
+        "what a lost step should have written is still found",
+        without_flown,
+        "draft.forget(block)",
+        "pass",
+    ),
+    mutant(
+        "an adapter that a lost step should have uploaded counts as there",
+        without_flown,
+        "adapters = evict(adapters, version)",
+        "pass",
+    ),
+    mutant(
+        "an end that a lost step should have told is forgotten",
+        without_flown,
+        "(*plan.ended, *host.ended)",
+        "host.ended",
     ),
     mutant(
         "a chain is released head first",
@@ -201,6 +295,115 @@ MUTANTS = (
         "blocks are keyed as before once the weights are others",
         _rebound,
         "record = bind(config, record, record.version)",
+        "pass",
+    ),
+    mutant(
+        "encoder rows are taken one too far",
+        gather_plan,
+        "embed_indices(feature, low, high)[0]",
+        "embed_indices(feature, low, high)[0] + 1",
+    ),
+    mutant(
+        "a chunk within an item begins with the item's first row",
+        gather_plan,
+        "embed_indices(feature, low, high)[0]",
+        "0",
+    ),
+    mutant(
+        "places without a row are counted as rows",
+        embed_indices,
+        "first = int(np.count_nonzero(feature.is_embed[:start]))",
+        "first = start",
+    ),
+    mutant(
+        "an output is dropped while a row stands within its item",
+        settled,
+        "holds_of(record, end)",
+        "holds_of(record)",
+    ),
+    mutant(
+        "the most recently released output goes first",
+        EncoderLedger.evictable.fget,
+        "in sorted(idle)",
+        "in sorted(idle, reverse=True)",
+    ),
+    mutant(
+        "the reference of a row that ends is forgotten",
+        settled,
+        "dict.fromkeys(left)",
+        "{}",
+    ),
+    mutant(
+        "the reference of a preempted row is forgotten",
+        Encoding.leave,
+        "let_go(self.ledger, holds_of(record))",
+        "self.ledger",
+    ),
+    mutant(
+        "the encoding of a preempted row is taken for done",
+        Encoding.leave,
+        "            else:\n                del self._encodes[name]",
+        "            else:\n                del self._encodes[name]\n"
+        "                self.ledger = planned(self.ledger, name, item.num_embeds)",
+    ),
+    mutant(
+        "a second reference to an output replaces the first",
+        hold,
+        "tuple(sorted((*holders, holder)))",
+        "(holder,)",
+    ),
+    mutant(
+        "the device is not told what to drop",
+        make_plan,
+        "        drops=drops,",
+        "        drops=(),",
+    ),
+    mutant(
+        "a failed step's drops are not taken back",
+        without_overwritten,
+        "lost.outputs)",
+        "())",
+    ),
+    mutant(
+        "outputs of the old weights are used with the new ones",
+        _recomputed,
+        "dropped(host.encoder, host.encoder.outputs)",
+        "host.encoder",
+    ),
+    mutant(
+        "where an item begins is left out of the key",
+        extra_keys,
+        "(f.offset - start, f.length, _feature_key(f))",
+        "(0, f.length, _feature_key(f))",
+    ),
+    mutant(
+        "only the first of the items in a block is in its key",
+        extra_keys,
+        "for offset, length, k in found",
+        "for offset, length, k in found[:1]",
+    ),
+    mutant(
+        "the places without a row are left out of the key",
+        _feature_key,
+        "feature.is_embed.tobytes()",
+        'b""',
+    ),
+    mutant(
+        "an item's identifier is left out of the key",
+        _feature_key,
+        "feature.identifier.encode()",
+        'b""',
+    ),
+    mutant(
+        "media of the prompt move no position behind it",
+        plan_positions,
+        "rows.num_computed_R + rows.delta_R - first_R",
+        "rows.num_computed_R - first_R",
+    ),
+    mutant(
+        "whoever comes later takes the encoder's budget first",
+        Encoding._note,
+        'self._closed |= choice.short_of == "encoder"',
         "pass",
     ),
     mutant(

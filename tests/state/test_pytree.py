@@ -17,6 +17,7 @@ from purestep.state import (
     blocks,
     encoder,
     engine,
+    media,
     plan,
     request,
     sampling,
@@ -25,7 +26,7 @@ from purestep.state import (
 from purestep.state.canonical import TREES
 from purestep.state.pytree import evolve, static, tree
 
-MODULES = (adapters, batch, blocks, encoder, engine, plan, request, sampling, scores)
+MODULES = (adapters, batch, blocks, encoder, engine, media, plan, request, sampling, scores)
 
 
 @tree

@@ -1,0 +1,128 @@
+"""Real towers through the whole engine: tokens and logprobs of prompts with pictures are those of
+transformers, for every chunk size, with caches tiny and large, alone and in one batch, also behind
+a prefix that ends within a picture (CI-01, CI-04, CI-05, PC-06)."""
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from purestep.engine import Completion, Program, Request, SamplingParams, init, load_program, submit
+from purestep.state.media import Feature
+from tests.engine.tiny import run
+from tests.models.tiny_vision import Part, expected, load, picture
+
+KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl")
+NEW = 4
+ONE, TWO = picture(60, 45), picture(45, 60, seed=1)
+PROMPTS: dict[str, list[Part]] = {
+    "first": [ONE, [5, 9, 33]],
+    "last": [[7, 8], TWO],
+    "several": [[5, 9], ONE, [4, 6, 8], TWO, [11]],
+    "again": [[5, 9], ONE, [4, 6, 8], ONE, [12, 13]],
+    "text": [[5, 9, 33, 70, 4, 6, 8, 11, 12, 13, 14]],
+}
+
+
+@cache
+def oracle(kind: str, name: str) -> tuple[list[int], list[float]]:
+    """The greedy tokens of transformers and their logprobs."""
+    tokens: list[int] = []
+    logprobs: list[float] = []
+    for _ in range(NEW):
+        _, logits_LV, _ = expected(load(kind), [*PROMPTS[name], tokens])
+        scores = logits_LV[-1].log_softmax(-1)
+        two = scores.topk(2).values
+        assert two[0] - two[1] > 1e-4, "the oracle's choice is no choice"
+        tokens.append(int(scores.argmax()))
+        logprobs.append(float(scores.max()))
+    return tokens, logprobs
+
+
+def asked(kind: str, name: str) -> Request:
+    """A prompt as `prepare` would make it."""
+    model, tokens, features = load(kind), [], []
+    for part in PROMPTS[name]:
+        if not isinstance(part, Image.Image):
+            tokens += part
+            continue
+        item = model.item(part)
+        identity = f"{part.size}"
+        features.append(
+            Feature(
+                modality="image",
+                digest=identity,
+                identifier=identity,
+                offset=len(tokens),
+                length=model.count(item),
+                grid=model.vision.family.grid(model.vision.config, item),
+                data=item,
+            )
+        )
+        tokens += [model.marker] * model.count(item)
+    sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
+    return Request(id=name, tokens=tokens, features=tuple(features), sampling=sampling)
+
+
+@cache
+def program(kind: str, **options: int) -> Program:
+    sizes = {"block_size": 8, "num_blocks": 200, "max_rows": 8, "max_batched_tokens": 64}
+    sizes["max_encoder_tokens"] = 256
+    return load_program(load(kind).folder, **{"device": "cpu", **sizes, **options})
+
+
+def check(kind: str, found: dict[str, Completion], names: Sequence[str] = tuple(PROMPTS)) -> None:
+    for name in names:
+        tokens, logprobs = oracle(kind, name)
+        assert found[name].tokens.tolist() == tokens, name
+        np.testing.assert_allclose(found[name].logprobs, logprobs, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("chunk", [1, 7, 64])
+def test_a_batch_of_everything_says_what_transformers_says(kind: str, chunk: int) -> None:
+    engine = program(kind, long_prefill_threshold=chunk)
+    _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
+    check(kind, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_unlimited_chunks_and_no_cache_of_outputs(kind: str) -> None:
+    engine = program(kind, max_batched_tokens=1024, encoder_cache_tokens=0)
+    _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
+    check(kind, found)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_prefixes_that_end_within_a_picture(kind: str) -> None:
+    """`again` shares its first picture with `several`, not the second; nothing is shared with a
+    prompt of the same ids and another picture."""
+    engine = program(kind)
+    state = init(engine)
+    order = ("several", "again", "several", "first", "last")
+    for name in order:
+        state, found = run(engine, state, [asked(kind, name)])
+        check(kind, found, [name])
+    assert found["last"].num_cached_tokens == 0
+
+
+def test_the_positions_of_a_batch_are_its_rows_own() -> None:
+    """CI-04: rows of different deltas decode together; without the deltas tokens differ."""
+    kind = "qwen2_vl"
+    engine = program(kind)
+    state, records = init(engine), {}
+    for name in PROMPTS:
+        state = submit(state, asked(kind, name))
+        records[name] = state.host.requests[name]
+    deltas = {name: record.position_delta for name, record in records.items()}
+    assert deltas["text"] == 0
+    assert len(set(deltas.values())) >= 3
+    torch.testing.assert_close(
+        torch.tensor(records["first"].position_3P[:, -1]),
+        torch.full((3,), len(records["first"].request.tokens) - 1 + deltas["first"]).int(),
+    )
+    _, found = run(engine, state)
+    check(kind, found)
