@@ -148,7 +148,7 @@ def make_deltas(
     dtype: torch.dtype,
 ) -> Deltas:
     """Adapters of one rank in turn."""
-    P, size = rank * adapters, tile_size(rows, adapters)
+    P, size = rank * adapters, tile_size(rows)
     slot_T = torch.arange(rows) % adapters
     spans, tokens = [(0, P // CHUNK)], []
     for slot in range(adapters):
@@ -159,9 +159,7 @@ def make_deltas(
     return Deltas(
         a_SPD=torch.randn(len(sizes), P, width, device=device).to(dtype) * width**-0.5,
         b_PO=torch.randn(P, sum(sizes), device=device).to(dtype),
-        chunk_C=torch.arange(P // CHUNK).to(**ints),
-        owner_P=(torch.arange(P) // rank).to(**ints),
-        slot_T=slot_T.to(**ints),
+        row_E=torch.arange(P).to(**ints),
         span_X2=torch.tensor(spans).to(**ints),
         token_XI=torch.stack(tokens).to(**ints),
     )

@@ -5,9 +5,15 @@ A small random model decodes on one core (one torch thread; a step takes 3 to 10
 with a load under way take turns, so that both see the same machine; `loading/p50_ratio` and
 `loading/p99_ratio` are the times of the ones by the times of the others, of at least `--steps`
 steps each. Delivery counts as part of the step in which it happens.
+
+The two share the machine's memory whatever the loader does, so `loading/copies_p50_ratio` tells
+what a process costs that does nothing but copy 100 MB over and over: a load reads, hashes, checks
+and copies its tensors, and cannot be asked to cost less than a part of that.
 """
 
 import argparse
+import subprocess
+import sys
 import tempfile
 import time
 import warnings
@@ -38,13 +44,21 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down
 SIZES = {
     "hidden_size": 512,
     "intermediate_size": 1024,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 64,
     "max_position_embeddings": CONTEXT,
 }
-RANK = 720  # 100 MB in float32
+RANK = 1440  # 100 MB in float32
+COPIES = """
+import numpy as np
+one = np.ones(25_000_000, np.float32)
+other = one.copy()
+print(flush=True)
+while True:
+    other[:] = one
+"""
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -76,8 +90,10 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
         num_blocks=ROWS * CONTEXT // 16,
     )
     idle, loading, loads, nbytes = run_rounds(program, sources, steps, length)
+    alone, copied = run_beside_copies(program, sources, steps)
     notes = {"steps": len(loading), "loads": loads, "adapter_bytes": nbytes, "smoke": args.smoke}
-    figures = []
+    floor = float(np.median(copied) / np.median(alone))
+    figures = [figure("loading/copies_p50_ratio", floor, "ratio", notes | {"loads": 0})]
     for name, q in (("p50", 0.5), ("p99", 0.99)):
         alone, beside = (1e3 * float(np.quantile(times, q)) for times in (idle, loading))
         figures += [
@@ -135,6 +151,26 @@ def run_rounds(
             while done < loads:  # so that the next steps are alone
                 done += len(loader.events(block=True))
     return idle, loading, loads, nbytes
+
+
+def run_beside_copies(
+    program: Program, sources: list[str], steps: int
+) -> tuple[list[float], list[float]]:
+    """Seconds of steps alone, and beside a process that only copies memory."""
+    state = decoding(program, sources)
+    alone, beside = [], []
+    for _ in range(steps):
+        state, seconds, _ = timed_step(program, state, None)
+        alone.append(seconds)
+    with subprocess.Popen([sys.executable, "-c", COPIES], stdout=subprocess.PIPE) as copier:
+        try:
+            copier.stdout.readline()  # it has begun
+            for _ in range(steps):
+                state, seconds, _ = timed_step(program, state, None)
+                beside.append(seconds)
+        finally:
+            copier.kill()
+    return alone, beside
 
 
 def decoding(program: Program, sources: list[str]) -> EngineState:

@@ -14,6 +14,7 @@ from purestep.state.adapters import (
     AdapterLedger,
     Reservation,
     activate,
+    has_place,
     keeping,
     promised_victims,
     renew_reservations,
@@ -63,10 +64,11 @@ def admit(
     again, before anybody who stands behind them; so nobody overtakes a request of his own adapter.
 
     Bounded wait: a request that is skipped `adapter_age_limit` steps after it was queued gets a
-    promise (`state/adapters.py: reserve`): the place of adapters whose running rows are let run
-    out. Until it is taken these get no new rows, and no other adapter comes in but those that have
-    a promise too and leave the room for this one; so that, given free blocks and rows and a policy
-    that puts nothing else in front, the request is admitted at most
+    promise (`state/adapters.py: reserve`), also where its adapter is there but is to leave for an
+    older one: the place of adapters whose running rows are let run out. Until it is taken these get
+    no new rows, and no other adapter comes in but those that have a promise too and leave the room
+    for this one; so that, given free blocks and rows and a policy that puts nothing else in front,
+    the request is admitted at most
 
         adapter_age_limit + the longest remaining run of those rows
 
@@ -282,8 +284,9 @@ def _with_promises(
     """
     front: set[str] = set()
     for record in skipped:
-        known = {*ledger.resident, *(r.version for r in ledger.reservations)}
-        if host.step - record.queued_at >= config.adapter_age_limit and record.version not in known:
+        promises, version = ledger.reservations, record.version
+        known = has_place(ledger, promises, version) or any(r.version == version for r in promises)
+        if host.step - record.queued_at >= config.adapter_age_limit and not known:
             new = reserve(ledger, record.version, counts)
             if new is ledger:
                 kept = tuple(r for r in ledger.reservations if r.version in front)

@@ -157,8 +157,6 @@ def padding(config: Config, shape: BatchDescriptor) -> tuple[Tensor, Batch]:
     batch = views(inputs, spots)
     batch.kv_index_T.fill_(-1)
     if batch.lora is not None:
-        batch.lora.owner_P.fill_(-1)
-        batch.lora.slot_T.fill_(-1)
         batch.lora.token_XI.fill_(-1)
     return inputs, batch
 

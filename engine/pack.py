@@ -1,7 +1,7 @@
 """A plan's index tensors. Part of `execute`.
 
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows,
-P adapter rows, C chunks of 16 of them, X tiles of I token rows of one slot, G slots.
+E entries of adapter rows in C blocks of 8, X tiles of I token rows of one slot, G slots.
 """
 
 from collections.abc import Sequence
@@ -21,6 +21,7 @@ from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
 
 Arrays = dict[str, np.ndarray]
+Fields = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape, dtype
 
 
 def pack(config: Config, plan: StepPlan) -> Batch:
@@ -159,43 +160,45 @@ def _pack_embed(
 
 def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
     """The fields of a LoraTiles; sizes depend on the descriptor and on the pool alone."""
-    P, shape = config.lora_rows, plan.descriptor
-    T, X, size = shape.num_tokens, *tile_shape(shape)
-    owner_P = np.full(P, -1, np.int32)
+    fields = lora_tile_fields(config, plan.descriptor)
+    (X1, _), (X, size) = fields["span_X2"][0], fields["token_XI"][0]
+    # An adapter takes whole chunks; its slot leads to them.
+    row_CB = np.full((fields["row_E"][0][0] // ROW_BLOCK, ROW_BLOCK), -1, np.int32)
+    span_S2 = np.zeros((config.max_active_adapters + 1, 2), np.int32)
+    per_chunk, used = CHUNK // ROW_BLOCK, 0
     for place in plan.residents:
-        owner_P.reshape(-1, ROW_BLOCK)[list(place.row_blocks)] = place.slot
-    owner_CR = np.pad(owner_P, (0, -P % CHUNK), constant_values=-1).reshape(-1, CHUNK)
-    used_U = np.flatnonzero((owner_CR >= 0).any(1))
-    slot_T = _padded(slots(plan), T, -1).astype(np.int32)
-    # Tokens by slot, those without an adapter first; a group takes whole tiles.
+        first, blocks = used * per_chunk, np.array(place.row_blocks, np.int32)
+        row_CB[first : first + len(blocks)] = blocks[:, None] * ROW_BLOCK + np.arange(ROW_BLOCK)
+        span_S2[place.slot] = used, used + -(-len(blocks) // per_chunk)
+        used = span_S2[place.slot, 1]
+    # Tokens by slot, those without an adapter first; each group takes whole tiles.
+    slot_T = _padded(slots(plan), plan.descriptor.num_tokens, -1)
     order_T = np.argsort(slot_T, kind="stable")
     group_G, first_G, count_G = np.unique(slot_T[order_T], return_index=True, return_counts=True)
     tiles_G = -(-count_G // size)
-    place_T = np.arange(T) + np.repeat((np.cumsum(tiles_G) - tiles_G) * size - first_G, count_G)
+    start_G = (np.cumsum(tiles_G) - tiles_G) * size
     token_XI = np.full(X * size, -1, np.int32)
-    token_XI[place_T] = order_T
-    # Of each slot, the first and the last of the chunks in use that hold rows of it.
-    span_SE = np.zeros((config.max_active_adapters + 1, 2), np.int32)
-    owner_Q, chunk_Q = owner_CR[used_U].ravel(), np.repeat(np.arange(len(used_U)), CHUNK)
-    owner_Q, chunk_Q = owner_Q[owner_Q >= 0], chunk_Q[owner_Q >= 0]
-    span_SE[owner_Q[::-1], 0] = chunk_Q[::-1]
-    span_SE[owner_Q, 1] = chunk_Q + 1
-    span_X2 = np.zeros((1 + X, 2), np.int32)
-    span_X2[0] = 0, len(used_U)
-    span_X2[1 : 1 + tiles_G.sum()] = np.repeat(span_SE[group_G], tiles_G, axis=0)
+    token_XI[np.arange(len(slot_T)) + np.repeat(start_G - first_G, count_G)] = order_T
+    span_X2 = np.zeros((X1, 2), np.int32)
+    span_X2[0] = 0, used
+    span_X2[1 : 1 + tiles_G.sum()] = np.repeat(span_S2[group_G], tiles_G, axis=0)
     return {
-        "chunk_C": _padded(used_U.astype(np.int32), len(owner_CR), 0),
-        "owner_P": owner_P,
-        "slot_T": slot_T,
+        "row_E": row_CB.reshape(-1),
         "span_X2": span_X2,
         "token_XI": token_XI.reshape(X, size),
     }
 
 
-def tile_shape(shape: BatchDescriptor) -> tuple[int, int]:
-    """Tiles of a step, and tokens of each."""
+def lora_tile_fields(config: Config, shape: BatchDescriptor) -> Fields:
+    """Shapes and dtypes of a LoraTiles."""
     T, num_adapters = shape.num_tokens, shape.num_active_loras
-    return num_tiles(T, num_adapters), tile_size(T, num_adapters)
+    X, blocks = num_tiles(T, num_adapters), config.lora_rows // ROW_BLOCK
+    chunks = -(-(blocks + num_adapters * (CHUNK // ROW_BLOCK - 1)) // (CHUNK // ROW_BLOCK))
+    return {
+        "row_E": ((chunks * CHUNK,), np.int32),
+        "span_X2": ((1 + X, 2), np.int32),
+        "token_XI": ((X, tile_size(T)), np.int32),
+    }
 
 
 @dataclass(slots=True, eq=False)
@@ -232,7 +235,7 @@ class Staging:
 Spots = dict[str, tuple[int, tuple[int, ...], np.dtype]]  # name -> first byte, shape, dtype
 
 
-def layout(fields: dict[str, tuple[tuple[int, ...], Any]]) -> tuple[Spots, int]:
+def layout(fields: Fields) -> tuple[Spots, int]:
     """Where each array lies in one buffer, and the buffer's bytes."""
     spots, size = {}, 0
     for name, (shape, dtype) in fields.items():
@@ -248,7 +251,7 @@ def views(buffer: Tensor, spots: Spots) -> Batch:
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    names = ("chunk_C", "owner_P", "slot_T", "span_X2", "token_XI")
+    names = ("row_E", "span_X2", "token_XI")
     lora = {name: tensors.pop(name) for name in names if name in tensors}
     return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
 
@@ -264,9 +267,9 @@ def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
     return replace(batch, **_vocab_batches(config, plan, slots(plan), index_S))
 
 
-def bucket_fields(config: Config, shape: BatchDescriptor) -> dict[str, tuple[tuple[int, ...], Any]]:
+def bucket_fields(config: Config, shape: BatchDescriptor) -> Fields:
     """Shapes and dtypes of what a graph of this shape reads, in the order of `bucket_arrays`."""
-    R, P = shape.num_rows, config.lora_rows
+    R = shape.num_rows
     M = -(-config.max_context // config.block_size)
     fields = {
         "token_T": ((R,), np.int64),
@@ -277,14 +280,7 @@ def bucket_fields(config: Config, shape: BatchDescriptor) -> dict[str, tuple[tup
         "block_table_RM": ((R, M), np.int32),
         "logits_index_S": ((R,), np.int64),
     }
-    if shape.has_lora:
-        fields["chunk_C"] = ((-(-P // CHUNK),), np.int32)
-        fields["owner_P"] = ((P,), np.int32)
-        fields["slot_T"] = ((R,), np.int32)
-        X, size = tile_shape(shape)
-        fields["span_X2"] = ((1 + X, 2), np.int32)
-        fields["token_XI"] = ((X, size), np.int32)
-    return fields
+    return fields | (lora_tile_fields(config, shape) if shape.has_lora else {})
 
 
 def bucket_arrays(config: Config, plan: StepPlan) -> Arrays:

@@ -49,7 +49,8 @@ def sampled(
         errors = process_(logits_SV, rows.edits, processors)
     found_2S = _drawn(logits_SV, raw_SV, rows)
     read = ring.receive(found_2S)
-    tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S)
+    asked = (rows.num_tops_S >= 0).any()
+    tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S) if asked else ()
 
     def fields() -> dict[str, Any]:
         token_S, bits_S = read()

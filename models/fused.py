@@ -121,15 +121,7 @@ def mlp(
 def deltas(rows: AdapterRows | None, tiles: LoraTiles | None) -> Deltas | None:
     if rows is None or tiles is None:
         return None
-    return Deltas(
-        rows.a_SPD,
-        rows.b_PO,
-        tiles.chunk_C,
-        tiles.owner_P,
-        tiles.slot_T,
-        tiles.span_X2,
-        tiles.token_XI,
-    )
+    return Deltas(rows.a_SPD, rows.b_PO, tiles.row_E, tiles.span_X2, tiles.token_XI)
 
 
 def decode_logits(

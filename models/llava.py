@@ -17,8 +17,8 @@ from purestep.models.vision import (
     Tensors,
     VisionFamily,
     as_many,
-    in_stacks,
     marker_ids,
+    owned_rows,
     working_numbers,
 )
 from purestep.models.vit import (
@@ -111,10 +111,10 @@ def placeholder(config: LlavaVision, item: Tensors) -> tuple[np.ndarray, None]:
 
 
 def encode(params: LlavaParams, config: LlavaVision, items: Sequence[Tensors]) -> list[Tensor]:
-    def stack(items: Sequence[Tensors]) -> Tensor:
-        return features(params, config, torch.stack([item["pixel_values"] for item in items]))
-
-    return in_stacks(items, stack)
+    if not items:
+        return []
+    rows = features(params, config, torch.stack([item["pixel_values"] for item in items]))
+    return owned_rows(rows.flatten(0, 1), [config.num_rows] * len(items))
 
 
 def features(params: LlavaParams, config: LlavaVision, pixels_BCSS: Tensor) -> Tensor:

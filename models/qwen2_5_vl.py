@@ -1,12 +1,14 @@
 """Qwen2.5-VL: Qwen2-VL's patches, most layers of whose tower see a window of the picture alone.
 
-B items and their steps in time, L patches of one step, D width, N heads, H head size, E rows,
-U blocks of merge x merge patches of one step, which are kept together.
+S patches of all items, U blocks of merge x merge of them, which are kept together, D width (or the
+language model's), N heads, H head size, E rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -14,8 +16,19 @@ from transformers import PretrainedConfig
 
 from purestep.models import qwen_patches
 from purestep.models.decoder import rms_norm
-from purestep.models.qwen_patches import Patches, attend, block_order, grid_of, rotary, turned
-from purestep.models.vision import Shapes, Tensors, VisionFamily, in_stacks
+from purestep.models.qwen_patches import (
+    Grid,
+    Patches,
+    Runs,
+    attend,
+    block_order,
+    encode_by_length,
+    grid_of,
+    rotary,
+    runs_of,
+    turned,
+)
+from purestep.models.vision import Shapes, Tensors, VisionFamily
 from purestep.models.vit import (
     ACTIVATIONS,
     Affine,
@@ -132,80 +145,62 @@ def load_params(config: Qwen25Vision, tensors: dict[str, Tensor]) -> Qwen25Visio
 def encode(
     params: Qwen25VisionParams, config: Qwen25Vision, items: Sequence[Tensors]
 ) -> list[Tensor]:
-    def stack(items: Sequence[Tensors]) -> Tensor:
-        pixels = torch.stack([item["pixel_values"] for item in items])
-        return features(params, config, pixels, grid_of(items[0]))
-
-    return in_stacks(items, stack)
+    return encode_by_length(
+        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids)
+    )
 
 
 def features(
-    params: Qwen25VisionParams, config: Qwen25Vision, pixels: Tensor, grid: tuple[int, int, int]
+    params: Qwen25VisionParams, config: Qwen25Vision, pixels_SP: Tensor, grids: Sequence[Grid]
 ) -> Tensor:
-    """Rows of items of one grid, [items, E, D], from their patches [items, T * L, P].
+    """The rows of all items, one behind the other: [E, D].
 
-    Each step in time is a sequence of its own. Between the first layer and the last the blocks
-    stand in the order of their windows."""
-    (t, h, w), m = grid, config.merge_size
-    order_U, sizes = window_order(h // m, w // m, config.window)
-    order_U = order_U.to(params.patch_DP.device)
-    order_L = (order_U[:, None] * m**2 + torch.arange(m**2, device=order_U.device)).flatten()
-    row_L, column_L = block_order(config.patches, h, w, order_L.device)
-    head_dim = config.width // config.num_heads
-    turn = rotary(config.patches, head_dim, row_L[order_L], column_L[order_L])
-    patches = pixels.to(params.patch_DP).unflatten(1, (t, h * w)).flatten(0, 1)
-    h_BLD = F.linear(patches[:, order_L], params.patch_DP)
+    Between the first layer and the last the blocks stand in the order of their windows; the few
+    layers that see whole pictures take them back to theirs."""
+    unit, device = config.merge_size**2, params.patch_DP.device
+    order_U, windows = window_order(grids, config.merge_size, config.window)
+    order_U = torch.from_numpy(order_U).to(device)
+    order_S = (order_U[:, None] * unit + torch.arange(unit, device=device)).flatten()
+    back_U, back_S = order_U.argsort(), order_S.argsort()
+    place_2S = block_order(config.patches, grids, device)[:, order_S]
+    turn = rotary(config.patches, config.width // config.num_heads, place_2S)
+    pictures = runs_of(grids)
+    h_SD = F.linear(pixels_SP.to(params.patch_DP), params.patch_DP)[order_S]
     for i, layer in enumerate(params.layers):
-        qkv = affine(rms_norm(h_BLD, layer.norm1_D, EPS), layer.qkv)
-        q_BLNH, k_BLNH, v_BLNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(2)
-        q_BLNH, k_BLNH = turned(q_BLNH, turn), turned(k_BLNH, turn)
+        qkv = affine(rms_norm(h_SD, layer.norm1_D, EPS), layer.qkv)
+        q_SNH, k_SNH, v_SNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(1)
+        heads = turned(q_SNH, turn), turned(k_SNH, turn), v_SNH
         if i in config.full_layers:
-            o_BLD = attend(q_BLNH, k_BLNH, v_BLNH)
+            o_SD = attend(*(x_SNH[back_S] for x_SNH in heads), pictures)[order_S]
         else:
-            o_BLD = attend_in_windows(q_BLNH, k_BLNH, v_BLNH, sizes, m**2)
-        h_BLD = h_BLD + affine(o_BLD, layer.out)
-        gate, up = affine(rms_norm(h_BLD, layer.norm2_D, EPS), layer.gate_up).chunk(2, dim=-1)
-        h_BLD = h_BLD + affine(ACTIVATIONS[config.activation](gate) * up, layer.down)
-    x = rms_norm(h_BLD, params.merge_norm_D, EPS).unflatten(1, (-1, m**2)).flatten(2)
-    x = affine(F.gelu(affine(x, params.merge_up)), params.merge_down)
-    return x[:, order_U.argsort()].unflatten(0, (-1, t)).flatten(1, 2)
+            o_SD = attend(*heads, windows)
+        h_SD = h_SD + affine(o_SD, layer.out)
+        gate, up = affine(rms_norm(h_SD, layer.norm2_D, EPS), layer.gate_up).chunk(2, dim=-1)
+        h_SD = h_SD + affine(ACTIVATIONS[config.activation](gate) * up, layer.down)
+    x = rms_norm(h_SD, params.merge_norm_D, EPS).reshape(-1, config.width * unit)
+    return affine(F.gelu(affine(x, params.merge_up)), params.merge_down)[back_U]
 
 
-def window_order(high: int, wide: int, window: int) -> tuple[Tensor, tuple[tuple[int, int], ...]]:
-    """(blocks of a picture in the order of their windows [U], (windows, blocks of one) by size).
+def window_order(grids: Sequence[Grid], merge: int, window: int) -> tuple[np.ndarray, Runs]:
+    """(the blocks of all items in the order of their windows [U], the windows' patches).
 
-    Windows that the picture's edges cut are smaller. Those of one size stand together, so that
-    they are one batch: four at most."""
-    row_U = torch.arange(high)[:, None].expand(high, wide).flatten()
-    column_U = torch.arange(wide).expand(high, wide).flatten()
-    cut_below = row_U // window == high // window
-    cut_right = column_U // window == wide // window
-    columns = -(-wide // window)
-    window_U = row_U // window * columns + column_U // window
-    kind_U = 2 * cut_below + cut_right
-    order_U = (kind_U * (high * wide) + window_U).argsort(stable=True)
-    sizes = []
-    for kind in range(4):
-        found = window_U[kind_U == kind]
-        if count := len(found.unique()):
-            sizes.append((count, len(found) // count))
-    return order_U, tuple(sizes)
-
-
-def attend_in_windows(
-    q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor, sizes: Sequence[tuple[int, int]], unit: int
-) -> Tensor:
-    """`attend` among the patches of each window: [B, L, D]. A block has `unit` patches."""
-    outputs, start = [], 0
-    for count, blocks in sizes:
-        end = start + count * blocks * unit
-        parts = [
-            x[:, start:end].unflatten(1, (count, blocks * unit)).flatten(0, 1)
-            for x in (q_BLNH, k_BLNH, v_BLNH)
+    A picture's edges cut windows; those of one size stand side by side, so that they are one
+    batch, whosever they are."""
+    windows = []  # the blocks of each, in reading order
+    first = 0
+    for t, h, w in grids:
+        high, wide = h // merge, w // merge
+        block_THW = first + np.arange(t * high * wide).reshape(t, high, wide)
+        first += block_THW.size
+        windows += [
+            block_HW[top : top + window, left : left + window].flatten()
+            for block_HW in block_THW
+            for top in range(0, high, window)
+            for left in range(0, wide, window)
         ]
-        outputs.append(attend(*parts).unflatten(0, (-1, count)).flatten(1, 2))
-        start = end
-    return torch.cat(outputs, dim=1)
+    windows.sort(key=len)
+    sizes = [(len(list(same)), size * merge**2) for size, same in groupby(map(len, windows))]
+    return np.concatenate(windows), tuple(sizes)
 
 
 QWEN2_5_VL = VisionFamily(

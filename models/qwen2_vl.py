@@ -1,19 +1,28 @@
 """Qwen2-VL: a tower for pictures of any size, whose patches turn by row and column.
 
-B items, T steps in time, L patches of one step, D width, N heads, H head size, E rows.
+S patches of all items, D width (or the language model's), N heads, H head size, E rows.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from purestep.models import qwen_patches
-from purestep.models.qwen_patches import Patches, attend, block_order, grid_of, rotary, turned
-from purestep.models.vision import Shapes, Tensors, VisionFamily, in_stacks
+from purestep.models.qwen_patches import (
+    Grid,
+    Patches,
+    attend,
+    block_order,
+    encode_by_length,
+    grid_of,
+    rotary,
+    runs_of,
+    turned,
+)
+from purestep.models.vision import Shapes, Tensors, VisionFamily
 from purestep.models.vit import (
     ACTIVATIONS,
     Affine,
@@ -114,32 +123,27 @@ def load_params(config: Qwen2Vision, tensors: dict[str, Tensor]) -> Qwen2VisionP
 def encode(
     params: Qwen2VisionParams, config: Qwen2Vision, items: Sequence[Tensors]
 ) -> list[Tensor]:
-    def stack(items: Sequence[Tensors]) -> Tensor:
-        pixels = torch.stack([item["pixel_values"] for item in items])
-        return features(params, config, pixels, grid_of(items[0]))
-
-    return in_stacks(items, stack)
+    return encode_by_length(
+        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids)
+    )
 
 
 def features(
-    params: Qwen2VisionParams, config: Qwen2Vision, pixels_BTLP: Tensor, grid: tuple[int, int, int]
+    params: Qwen2VisionParams, config: Qwen2Vision, pixels_SP: Tensor, grids: Sequence[Grid]
 ) -> Tensor:
-    """Rows of items of one grid: [B, E, D]. Each step in time is a sequence of its own."""
-    t, h, w = grid
-    pixels = pixels_BTLP.to(params.patch_DP).unflatten(1, (t, h * w)).flatten(0, 1)
-    h_BLD = F.linear(pixels, params.patch_DP)
-    row_L, column_L = block_order(config.patches, h, w, h_BLD.device)
-    turn = rotary(config.patches, config.width // config.num_heads, row_L, column_L)
+    """The rows of all items, one behind the other: [E, D]."""
+    h_SD = F.linear(pixels_SP.to(params.patch_DP), params.patch_DP)
+    place_2S = block_order(config.patches, grids, h_SD.device)
+    turn = rotary(config.patches, config.width // config.num_heads, place_2S)
+    runs = runs_of(grids)
     for layer in params.layers:
-        x_BLD = layer_norm(h_BLD, layer.norm1, EPS)
-        qkv = affine(x_BLD, layer.qkv).unflatten(-1, (3, config.num_heads, -1))
-        q_BLNH, k_BLNH, v_BLNH = qkv.unbind(2)
-        o_BLD = attend(turned(q_BLNH, turn), turned(k_BLNH, turn), v_BLNH)
-        h_BLD = h_BLD + affine(o_BLD, layer.out)
-        x = affine(layer_norm(h_BLD, layer.norm2, EPS), layer.up)
-        h_BLD = h_BLD + affine(ACTIVATIONS[config.activation](x), layer.down)
-    x = layer_norm(h_BLD, params.merge_norm, EPS)
-    x = x.reshape(len(pixels_BTLP), -1, config.width * config.merge_size**2)
+        qkv = affine(layer_norm(h_SD, layer.norm1, EPS), layer.qkv)
+        q_SNH, k_SNH, v_SNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(1)
+        o_SD = attend(turned(q_SNH, turn), turned(k_SNH, turn), v_SNH, runs)
+        h_SD = h_SD + affine(o_SD, layer.out)
+        x = affine(layer_norm(h_SD, layer.norm2, EPS), layer.up)
+        h_SD = h_SD + affine(ACTIVATIONS[config.activation](x), layer.down)
+    x = layer_norm(h_SD, params.merge_norm, EPS).reshape(-1, config.width * config.merge_size**2)
     return affine(F.gelu(affine(x, params.merge_up)), params.merge_down)
 
 

@@ -1,13 +1,15 @@
 """What the towers of Qwen2-VL and Qwen2.5-VL share: patches of pictures of any size, in blocks of
 merge x merge that become one row each.
 
-B items, T steps in time, L patches of one step (h * w of them), E rows, D width of the tower,
-N heads, H head size, P values of a patch.
+S patches of several items, one behind the other, T steps in time of an item, L patches of one step
+(h * w of them), E rows, D width of the tower, N heads, H head size, P values of a patch.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import itemgetter
 from typing import Any
 
 import numpy as np
@@ -16,8 +18,11 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from purestep.models.vision import Tensors, marker_ids, working_numbers
+from purestep.models.vision import Tensors, marker_ids, owned_rows, working_numbers
 from purestep.state.errors import CheckpointError, RequestError
+
+Grid = tuple[int, int, int]  # T, h, w
+Runs = tuple[tuple[int, int], ...]  # sequences one behind the other: how many, of what length
 
 MAX_RATIO = 200  # of an image's sides: the image processor refuses beyond
 
@@ -69,7 +74,7 @@ def item(patches: Patches, processed: Tensors) -> Tensors:
     return {"pixel_values": pixels, "image_grid_thw": grid}
 
 
-def grid_of(item: Tensors) -> tuple[int, int, int]:
+def grid_of(item: Tensors) -> Grid:
     t, h, w = item["image_grid_thw"].tolist()
     return t, h, w
 
@@ -85,7 +90,7 @@ def largest(patches: Patches, settings: Mapping[str, Any]) -> Tensors:
 
 
 def heaviest(patches: Patches, settings: Mapping[str, Any], limit: int) -> list[Tensors]:
-    """`limit` rows or some more, in as few items as can be, of one shape: those run together."""
+    """`limit` rows or some more, in as few items as can be, all of one shape."""
     count = max(-(-limit // _most_rows(patches, settings)), 1)
     return [_blank(patches, max(-(-limit // count), 1))] * count
 
@@ -124,32 +129,66 @@ def most_rows(min_pixels: int, max_pixels: int, side: int) -> int:
     return rows
 
 
-def block_order(patches: Patches, h: int, w: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Row and column of every patch of a step, in the order in which they come: [L] each."""
-    m = patches.merge_size
-    place = torch.arange(h * w, device=device).view(h // m, m, w // m, m)
-    place = place.transpose(1, 2).flatten()
-    return place // w, place % w
+def encode_by_length(
+    items: Sequence[Tensors],
+    patches: Patches,
+    features: Callable[[Tensor, Sequence[Grid]], Tensor],
+) -> list[Tensor]:
+    """Each item's own rows: all items go through `features` together, in an order in which
+    sequences of equal length stand side by side."""
+    if not items:
+        return []
+    grids = [grid_of(item) for item in items]
+    order = sorted(range(len(items)), key=lambda i: grids[i][1] * grids[i][2])
+    pixels_SP = torch.cat([items[i]["pixel_values"] for i in order])
+    counts = [math.prod(grids[i]) // patches.merge_size**2 for i in order]
+    rows = owned_rows(features(pixels_SP, [grids[i] for i in order]), counts)
+    return [own for _, own in sorted(zip(order, rows, strict=True), key=itemgetter(0))]
 
 
-def rotary(patches: Patches, head_dim: int, row_L: Tensor, column_L: Tensor) -> Tensor:
-    """cos and sin, float32 [2, L, 1, H]: half of the pairs turn by the row, half by the column."""
-    power = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=row_L.device)
+def runs_of(grids: Sequence[Grid]) -> Runs:
+    """The sequences of items: each step in time is one."""
+    groups = groupby(grids, key=lambda grid: grid[1] * grid[2])
+    return tuple((sum(t for t, _, _ in group), length) for length, group in groups)
+
+
+def block_order(patches: Patches, grids: Sequence[Grid], device: torch.device) -> Tensor:
+    """Row and column of every patch in its picture, in the order in which they come: [2, S]."""
+    m, places = patches.merge_size, []
+    for t, h, w in grids:
+        place = torch.arange(h * w, device=device).view(h // m, m, w // m, m)
+        place = place.transpose(1, 2).flatten()
+        places.append(torch.stack((place // w, place % w)).repeat(1, t))
+    return torch.cat(places, dim=1)
+
+
+def rotary(patches: Patches, head_dim: int, place_2S: Tensor) -> Tensor:
+    """cos and sin, float32 [2, S, 1, H]: half of the pairs turn by the row, half by the column."""
+    power = torch.arange(0, head_dim // 2, 2, dtype=torch.float32, device=place_2S.device)
     frequency = 1.0 / patches.rope_theta ** (power / (head_dim // 2))
-    angle = torch.cat([x[:, None].float() * frequency for x in (row_L, column_L)], dim=-1)
+    angle = torch.cat([place[:, None].float() * frequency for place in place_2S], dim=-1)
     angle = torch.cat((angle, angle), dim=-1)[:, None]
     return torch.stack((angle.cos(), angle.sin()))
 
 
-def turned(x_BLNH: Tensor, rotary: Tensor) -> Tensor:
+def turned(x_SNH: Tensor, rotary: Tensor) -> Tensor:
     """Turn pairs of channels (i, i + H/2) in float32, whatever the format."""
     cos, sin = rotary
-    x = x_BLNH.float()
+    x = x_SNH.float()
     first, second = x.chunk(2, dim=-1)
-    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_BLNH.dtype)
+    return (x * cos + torch.cat((-second, first), dim=-1) * sin).to(x_SNH.dtype)
 
 
-def attend(q_BLNH: Tensor, k_BLNH: Tensor, v_BLNH: Tensor) -> Tensor:
-    """Every token of a sequence sees all of it: [B, L, D]."""
-    q, k, v = (x.transpose(1, 2) for x in (q_BLNH, k_BLNH, v_BLNH))
-    return F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
+def attend(q_SNH: Tensor, k_SNH: Tensor, v_SNH: Tensor, runs: Runs) -> Tensor:
+    """Every patch sees the whole of its own sequence: [S, D]. Those of a run are one batch."""
+    outputs, start = [], 0
+    for count, length in runs:
+        end = start + count * length
+        q, k, v = (
+            x[start:end].unflatten(0, (count, length)).transpose(1, 2)
+            for x in (q_SNH, k_SNH, v_SNH)
+        )
+        o = F.scaled_dot_product_attention(q, k, v)
+        outputs.append(o.transpose(1, 2).reshape(end - start, -1))
+        start = end
+    return torch.cat(outputs)

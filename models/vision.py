@@ -71,26 +71,6 @@ def marker_ids(marker: int, count: int) -> np.ndarray:
     return np.full(count, marker, np.int32)
 
 
-def in_stacks(
-    items: Sequence[Tensors], encode: Callable[[Sequence[Tensors]], Tensor]
-) -> list[Tensor]:
-    """The rows of each item, in order: `encode` (to [items, E, D]) runs once for equal shapes.
-
-    The rows are copies, so that keeping one item's does not keep its neighbours'.
-    """
-    groups: dict[Any, list[int]] = {}
-    for i, item in enumerate(items):
-        groups.setdefault(_shape(item), []).append(i)
-    rows: dict[int, Tensor] = {}
-    for members in groups.values():
-        stack = encode([items[i] for i in members])
-        rows |= {i: own.clone() for i, own in zip(members, stack, strict=True)}
-    return [rows[i] for i in range(len(items))]
-
-
-def _shape(item: Tensors) -> tuple[Any, ...]:
-    """Shapes of floats; values of integers, which say sizes."""
-    return tuple(
-        (name, tuple(x.shape) if x.is_floating_point() else tuple(x.flatten().tolist()))
-        for name, x in sorted(item.items())
-    )
+def owned_rows(rows_ED: Tensor, counts: Sequence[int]) -> list[Tensor]:
+    """The rows of each of several items, copied: keeping one item's keeps no neighbour's."""
+    return [rows.clone() for rows in rows_ED.split(list(counts))]

@@ -1,8 +1,7 @@
 """lora_linear: a product with a linear's weights and every token's own low-rank delta.
 
-T tokens, D input width, O output width, S slices of O (fused projections), P paged adapter rows
-in chunks of 16, C chunks that the step's adapters touch, X tiles of I tokens that share a slot, n
-addends.
+T tokens, D input width, O output width, S slices of O (fused projections), P paged adapter rows, E
+entries of the step's adapters in chunks of 16, X tiles of I tokens of one adapter, n addends.
 """
 
 from collections.abc import Sequence
@@ -20,46 +19,43 @@ SKINNY = 64  # most tokens for which the product is memory's alone
 
 
 class Deltas(NamedTuple):
-    """Adapter rows of one linear, and whose they are. Metadata has fixed sizes for one P and T."""
+    """Adapter rows of one linear, and whose they are. Metadata has sizes that depend on the batch
+    descriptor and the pool alone."""
 
     a_SPD: Tensor
     b_PO: Tensor
-    chunk_C: Tensor  # int32, the chunks with rows of the step's adapters, ascending, then anything
-    owner_P: Tensor  # int32, the slot of each of their rows, -1 for all others
-    slot_T: Tensor  # int32, the slot of each token, -1 without an adapter
-    span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` in use: by all tokens,
-    # then by each tile of tokens of one slot; none for tokens without an adapter
+    row_E: Tensor  # int32, the rows of each adapter of the step in whole chunks, -1 where it has
+    # none; what lies behind the chunks in use is not read
+    span_X2: Tensor  # int32, first and last + 1 of the chunks in use: by all tokens, then by each
+    # tile of tokens of one adapter; none for tokens without an adapter
     token_XI: Tensor  # int32, the tokens of each tile, -1 where it has no more; each token in one
 
 
 class Shrunk(NamedTuple):
     """What a product leaves to its reader: tokens times A, still to be multiplied by B."""
 
-    h: Tensor  # fp32 addends [n, T, S C 16]
+    h: Tensor  # fp32 addends [n, T, S E]
     deltas: Deltas
 
 
-def tile_size(num_tokens: int, num_adapters: int) -> int:
-    """Tokens of a tile: about as many as an adapter has, a power of two from 16 to 64."""
-    share = num_tokens // max(1, num_adapters) if num_tokens > SKINNY else 0
-    return next((size for size in (16, 32) if share <= size), 64)
+def tile_size(num_tokens: int) -> int:
+    """Tokens of a tile: few where adapters share few."""
+    return 16 if num_tokens <= 512 else 64
 
 
 def num_tiles(num_tokens: int, num_adapters: int) -> int:
     """The most tiles that tokens of so many adapters, and of none, can need."""
-    whole = num_tokens // tile_size(num_tokens, num_adapters)
-    return min(num_tokens, whole + num_adapters + 1)
+    return min(num_tokens, num_tokens // tile_size(num_tokens) + num_adapters + 1)
 
 
 def lora_linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None) -> Tensor:
     """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it.
 
     Which of the two is a function of T, the widths and the format; whoever reads it sums addends in
-    order and rounds once. Token t gets sum over rows r of its slot of (x . a[s, r]) * b[r]; a token
-    without an adapter gets exactly none. Rows that nobody owns may hold anything; those of B that
-    have an owner must be finite. A token's bits depend on its own row and on where its adapter's
-    rows lie, not on other tokens or adapters: chunks are summed in ascending order, and what is
-    foreign enters as zeros.
+    order and rounds once. Token t gets the sum over its adapter's rows r of (x . a[s, r]) * b[r]; a
+    token without an adapter gets exactly none. Rows of A and B that are not its adapter's are not
+    read for it, and its bits depend on its own row and its own adapter alone: chunks are summed in
+    order.
     """
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, w_OD.shape[:1])
@@ -131,12 +127,14 @@ def lora_linear_ref(
     y_TO = F.linear(x_TD, w_OD, bias_O)
     if deltas is None:
         return y_TO
-    own_TP = (deltas.slot_T[:, None] == deltas.owner_P) & (deltas.owner_P >= 0)
-    b_PO = torch.where(deltas.owner_P[:, None] >= 0, deltas.b_PO, 0)
-    slices = y_TO.split_with_sizes(list(out_sizes), 1), b_PO.split_with_sizes(list(out_sizes), 1)
-    for y_To, a_PD, b_Po in zip(slices[0], deltas.a_SPD, slices[1], strict=True):
-        h_TP = torch.where(own_TP, x_TD @ a_PD.T, 0)
-        y_To.copy_(torch.where((deltas.slot_T >= 0)[:, None], y_To + h_TP @ b_Po, y_To))
+    tiles = zip(deltas.token_XI, deltas.span_X2[1:].tolist(), strict=True)
+    for token_I, (low, high) in tiles:
+        row_e, token_t = deltas.row_E[low * CHUNK : high * CHUNK], token_I[token_I >= 0]
+        row_e = row_e[row_e >= 0]
+        parts = [x_TD[token_t] @ a_PD[row_e].T for a_PD in deltas.a_SPD]
+        slices = deltas.b_PO[row_e].split_with_sizes(list(out_sizes), 1)
+        if len(row_e):
+            y_TO[token_t] += torch.cat([h @ b for h, b in zip(parts, slices, strict=True)], 1)
     return y_TO
 
 

@@ -341,10 +341,15 @@ def renew_reservations(ledger: AdapterLedger) -> AdapterLedger:
     those that cannot be kept behind the ones before them, as a pin or a load came in the way."""
     kept: tuple[Reservation, ...] = ()
     for promise in ledger.reservations:
-        wanted = promise.version in ledger.users and promise.version not in ledger.resident
+        wanted = promise.version in ledger.users and not has_place(ledger, kept, promise.version)
         if wanted and keeping(ledger, (*kept, promise)) is not None:
             kept = (*kept, promise)
     return ledger if len(kept) == len(ledger.reservations) else replace(ledger, reservations=kept)
+
+
+def has_place(ledger: AdapterLedger, promises: Iterable[Reservation], version: str) -> bool:
+    """Whether a version is resident, and not to leave for one of the promises."""
+    return version in ledger.resident and all(version not in r.victims for r in promises)
 
 
 def keeping(ledger: AdapterLedger, promises: Iterable[Reservation]) -> AdapterLedger | None:
@@ -380,8 +385,9 @@ def reserve(ledger: AdapterLedger, version: str, rows: Mapping[str, int]) -> Ada
     later = keeping(ledger, ledger.reservations)
     if later is None:
         return ledger
-    busy = [v for v in later.device_order if v in rows]
-    spared = {*rows, *(promise.version for promise in ledger.reservations)}
+    promised = {promise.version for promise in ledger.reservations}
+    busy = [v for v in later.device_order if v in rows and v not in promised]
+    spared = {*rows, *promised}
     for candidate in sorted(busy, key=lambda v: rows[v]):  # stable: LRU among equals
         if victims_for(later, version, spared) is not None:
             break

@@ -22,14 +22,13 @@ class LoraBatch:
 class LoraTiles:
     """The same for the fused decoder: sizes depend on T and the pool alone, ranks are data.
 
-    P adapter rows of the pool in C chunks of 16, X tiles of up to I token rows of one slot.
+    E entries of adapter rows, whole chunks of 16 for each adapter, X tiles of up to I token rows of
+    one adapter or of none.
     """
 
-    chunk_C: Tensor  # int32, chunks with rows of the step's adapters, ascending; the rest is unread
-    owner_P: Tensor  # int32, the slot of each of their rows, -1 for all others
-    slot_T: Tensor  # int32, the slot of each token row, -1 without an adapter
-    span_X2: Tensor  # int32, first and last + 1 of the entries of `chunk_C` that all token rows
-    # need, then those that each tile needs
+    row_E: Tensor  # int32, rows of the pool by adapter, -1 = none
+    span_X2: Tensor  # int32, first and last + 1 of the chunks that all token rows need, then of
+    # those that each tile needs
     token_XI: Tensor  # int32, the token rows of each tile, -1 where it has no more
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import batch_file, cpu_generate, gpu_ops, host_step
+from bench import batch_file, cpu_generate, gpu_ops, host_step, loading
 from bench.report import Figure
 
 
@@ -77,3 +77,15 @@ def test_host_step_smoke(tmp_path: Path) -> None:
     lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
     assert set(lines) == {case.figure for case in host_step.CASES} | {"submit_4000"}
     assert all(line["value"] > 0 and line["unit"] == "ms" for line in lines.values())
+
+
+def test_loading_smoke(tmp_path: Path) -> None:
+    pytest.importorskip("peft")
+    file = tmp_path / "figures.json"
+    loading.main(["--smoke", "--json", str(file)])
+    lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
+    ratios = {"loading/p50_ratio", "loading/p99_ratio", "loading/copies_p50_ratio"}
+    assert ratios < set(lines)
+    assert all(line["value"] > 0 for line in lines.values())
+    assert lines["loading/p50_ratio"]["steps"] >= 4
+    assert lines["loading/p50_ratio"]["loads"] >= 1

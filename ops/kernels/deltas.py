@@ -1,8 +1,8 @@
 """Low-rank deltas of tokens with adapters, a tile of tokens of one adapter at a time.
 
-T token rows, D input width, O output width, S slices of O, P paged adapter rows in chunks of 16,
-C chunks of the step, X tiles of I tokens, Z splits of D, whose fp32 addends lie one after the
-other. Tokens without an adapter fill tiles of their own, which meet no adapter rows.
+T token rows, D input width, O output width, S slices of O, P paged adapter rows, E entries of the
+step's adapters in chunks of 16, X tiles of I tokens, Z splits of D, whose fp32 addends lie one
+after the other. Tokens without an adapter fill tiles of their own, which meet no adapter rows.
 """
 
 import torch
@@ -17,48 +17,28 @@ CHUNK: tl.constexpr = tl.constexpr(lora_linear.CHUNK)
 
 
 @triton.jit
-def tile_of(token_ptr, slot_ptr, span_ptr, tile, BLOCK_T: tl.constexpr):
-    """Its tokens, which of them there are, their slot, first and last + 1 of its chunks."""
+def tile_of(token_ptr, span_ptr, tile, BLOCK_T: tl.constexpr):
+    """Its tokens, which of them there are, first and last + 1 of its chunks."""
     t = tl.load(token_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T))
-    here = t >= 0
-    slot = tl.load(slot_ptr + t, mask=here, other=-1)
     low = tl.load(span_ptr + 2 + tile * 2)
-    return t, here, slot, low, tl.load(span_ptr + 3 + tile * 2)
+    return t.to(tl.int64), t >= 0, low, tl.load(span_ptr + 3 + tile * 2)
 
 
 @triton.jit
-def rows_of(chunk_ptr, owner_ptr, slot, at, high, P, BLOCK_R: tl.constexpr):
-    """The adapter rows of some chunks, which of them have an owner, and which are a token's own."""
-    r = tl.arange(0, BLOCK_R)
-    live = at + r // CHUNK < high
-    row = tl.load(chunk_ptr + at + r // CHUNK, mask=live, other=0) * CHUNK + r % CHUNK
-    live &= row < P
-    owner = tl.load(owner_ptr + row, mask=live, other=-1)
-    used = live & (owner >= 0)
-    return row, used, (owner[None, :] == slot[:, None]) & used[None, :]
-
-
-@triton.jit
-def shrunk_of(
-    h_row,
-    here,
-    at,
-    high,
-    own,
-    h_slab,
-    PARTS: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DTYPE: tl.constexpr,
-):
-    """Tokens times their own rows of A: addends summed in order, zero for foreign rows, which are
-    read all the same: a mask by element would make every access 4 bytes wide."""
-    r = tl.arange(0, BLOCK_R)
-    inside = here[:, None] & (at + r // CHUNK < high)[None, :]
-    h_ptrs = h_row + (r + at * CHUNK)[None, :]
-    h = tl.load(h_ptrs, mask=inside, other=0.0)
+def shrunk_of(h_row, here, at, h_slab, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+    """Tokens times a chunk of their own rows of A: addends summed in order. Where a chunk has no
+    row, zeros were written."""
+    h_ptrs = h_row[:, None] + (tl.arange(0, CHUNK) + at * CHUNK)[None, :]
+    h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
     for part in tl.static_range(1, PARTS):
-        h += tl.load(h_ptrs + part * h_slab, mask=inside, other=0.0)
-    return tl.where(own, h, 0.0).to(DTYPE)
+        h += tl.load(h_ptrs + part * h_slab, mask=here[:, None], other=0.0)
+    return h.to(DTYPE)
+
+
+@triton.jit
+def nothing(M: tl.constexpr, N: tl.constexpr):
+    """Minus zeros, which change no bit of a sum. As bits: triton takes the sign off the literal."""
+    return tl.full((M, N), -2147483648, tl.int32).to(tl.float32, bitcast=True)
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -66,7 +46,7 @@ def _shrink(
     x_ptr,
     a_ptr,
     h_ptr,
-    chunk_ptr,
+    row_ptr,
     span_ptr,
     token_ptr,
     T,
@@ -93,8 +73,8 @@ def _shrink(
     c = first + n
     s, r = c // count, c % count
     live = c < S * count
-    row = tl.load(chunk_ptr + low + r // CHUNK, mask=live, other=0) * CHUNK + r % CHUNK
-    known = live & (row < P)
+    row = tl.load(row_ptr + low * CHUNK + r, mask=live, other=-1)
+    known = row >= 0
     a_ptrs = a_ptr + (s * P + row).to(tl.int64)[None, :] * D + d[:, None]
     x_ptrs = x_ptr + t.to(tl.int64)[:, None] * D + d[None, :]
     acc = tl.zeros((BLOCK_T, BLOCK_N), tl.float32)
@@ -117,12 +97,9 @@ def _expand(
     y_ptr,
     h_ptr,
     b_ptr,
-    chunk_ptr,
-    owner_ptr,
-    slot_ptr,
+    row_ptr,
     span_ptr,
     token_ptr,
-    P,
     O,  # noqa: E741
     h_width,
     h_slab,
@@ -130,63 +107,58 @@ def _expand(
     ADD: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
-    BLOCK_R: tl.constexpr,
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if tl.load(token_ptr + tl.program_id(1) * BLOCK_T) < 0:
+    if tl.load(token_ptr + tl.program_id(1) * BLOCK_T) < 0:  # an unused tile
         return
-    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
-    t, here, slot, low, high = tile_of(token_ptr, slot_ptr, span_ptr, tl.program_id(1), BLOCK_T)
+    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
     if ADD:
         if low >= high:
             return
+    n = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     y_mask = here[:, None]
     if EVEN:  # said, so that accesses are 16 bytes wide
         n = tl.max_contiguous(tl.multiple_of(n, BLOCK_N), BLOCK_N)
     else:
         y_mask &= (n < O)[None, :]
-    y_ptrs = y_ptr + t.to(tl.int64)[:, None] * O + n[None, :]
-    h_row = h_ptr + t.to(tl.int64)[:, None] * h_width
-    # Minus zero changes no bit of a sum. As bits: triton takes the sign off the literal.
-    zero = tl.full((BLOCK_T, BLOCK_N), -2147483648, tl.int32).to(tl.float32, bitcast=True)
+    y_ptrs = y_ptr + t[:, None] * O + n[None, :]
+    acc = nothing(BLOCK_T, BLOCK_N)
     if ADD:
-        acc = tl.load(y_ptrs, mask=y_mask, other=0.0).to(tl.float32)
-    else:
-        acc = zero
-    for at in range(low, high, BLOCK_R // CHUNK):
-        row, used, own = rows_of(chunk_ptr, owner_ptr, slot, at, high, P, BLOCK_R)
-        h = shrunk_of(h_row, here, at, high, own, h_slab, PARTS, BLOCK_R, DTYPE)
-        b_mask = used[:, None]
+        y = tl.load(y_ptrs, mask=y_mask, other=0.0)
+    for at in range(low, high):
+        row = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
+        h = shrunk_of(h_ptr + t * h_width, here, at, h_slab, PARTS, DTYPE)
+        b_mask = (row >= 0)[:, None]
         if not EVEN:
             b_mask &= (n < O)[None, :]
         b = tl.load(b_ptr + row.to(tl.int64)[:, None] * O + n[None, :], mask=b_mask, other=0.0)
         acc = tl.dot(h, b, acc, input_precision=PRECISION)
     if ADD:
-        tl.store(y_ptrs, acc.to(DTYPE), mask=y_mask)
+        tl.store(y_ptrs, (y.to(tl.float32) + acc).to(DTYPE), mask=y_mask)
     else:
         tl.store(y_ptrs, acc, mask=y_mask)
 
 
 def h_shape(deltas: Deltas) -> tuple[int, int]:
-    """(S, S C 16): slices, and the numbers that a token's products with all rows of A take."""
+    """(S, S E): slices, and how many numbers a token's products with all rows of A are."""
     S = deltas.a_SPD.shape[0]
-    return S, S * len(deltas.chunk_C) * CHUNK.value
+    return S, S * len(deltas.row_E)
 
 
 def shrink(x_TD: Tensor, deltas: Deltas) -> Tensor:
-    """x A^T for every token's own rows, as fp32 addends [Z, T, S C 16]; the rest is unwritten."""
+    """x A^T for every token's own rows, as fp32 addends [Z, T, S E]; the rest is unwritten."""
     (T, D), (S, h_width), wide = x_TD.shape, h_shape(deltas), x_TD.dtype == torch.float32
     X, BLOCK_T = deltas.token_XI.shape
-    BLOCK_D, Z, warps, stages = shrink_shape(T, D, BLOCK_T, wide)
+    BLOCK_N, BLOCK_D, Z, warps, stages = shrink_shape(T, D, wide)
     part = triton.cdiv(triton.cdiv(D, Z), BLOCK_D) * BLOCK_D
     h = torch.empty((Z, T, h_width), dtype=torch.float32, device=x_TD.device)
-    _shrink[(X, triton.cdiv(h_width, 64), Z)](
+    _shrink[(X, triton.cdiv(h_width, BLOCK_N), Z)](
         x_TD,
         deltas.a_SPD,
         h,
-        deltas.chunk_C,
+        deltas.row_E,
         deltas.span_X2,
         deltas.token_XI,
         T,
@@ -196,7 +168,7 @@ def shrink(x_TD: Tensor, deltas: Deltas) -> Tensor:
         part,
         S=S,
         BLOCK_T=BLOCK_T,
-        BLOCK_N=64,
+        BLOCK_N=BLOCK_N,
         BLOCK_D=BLOCK_D,
         EVEN=D % BLOCK_D == 0,
         PRECISION="ieee" if wide else "tf32",
@@ -206,29 +178,27 @@ def shrink(x_TD: Tensor, deltas: Deltas) -> Tensor:
     return h
 
 
-def shrink_shape(T: int, D: int, BLOCK_T: int, wide: bool) -> tuple[int, int, int, int]:
-    """(BLOCK_D, splits, warps, stages)."""
-    splits = 8 if T <= 1024 and D >= 2048 else 1  # two values: each is a kernel to compile
-    return (32, splits, 4, 2) if wide else (64, splits, 4, 4)
+def shrink_shape(T: int, D: int, wide: bool) -> tuple[int, int, int, int, int]:
+    """(BLOCK_N, BLOCK_D, splits, warps, stages)."""
+    if wide:
+        return 64, 32, 8 if T <= 512 and D >= 2048 else 1, 4, 2
+    return (32, 64, 8 if D >= 2048 else 1, 4, 4) if T <= 512 else (64, 128, 1, 4, 3)
 
 
 def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
     """Add deltas to a product of one slice, y [T, O]; or fill the last of addends [n, T, O] with
     them, and with minus zero for tokens that have none."""
     h, deltas = shrunk
-    O, add, P = y.shape[-1], y.dim() == 2, deltas.b_PO.shape[0]  # noqa: E741
+    O, add, wide = y.shape[-1], y.dim() == 2, dtype == torch.float32  # noqa: E741
     X, BLOCK_T = deltas.token_XI.shape
-    BLOCK_N, BLOCK_R, warps = expand_shape(BLOCK_T, P, dtype == torch.float32)
+    BLOCK_N, warps = expand_shape(BLOCK_T, wide)
     _expand[(triton.cdiv(O, BLOCK_N), X)](
         y if add else y[-1],
         h,
         deltas.b_PO,
-        deltas.chunk_C,
-        deltas.owner_P,
-        deltas.slot_T,
+        deltas.row_E,
         deltas.span_X2,
         deltas.token_XI,
-        P,
         O,
         h.shape[2],
         h.stride(0),
@@ -236,25 +206,17 @@ def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
         ADD=add,
         BLOCK_T=BLOCK_T,
         BLOCK_N=BLOCK_N,
-        BLOCK_R=BLOCK_R,
         EVEN=O % BLOCK_N == 0,
         DTYPE=FORMATS[dtype],
-        PRECISION="ieee" if dtype == torch.float32 else "tf32",
+        PRECISION="ieee" if wide else "tf32",
         num_warps=warps,
         num_stages=1,  # loops are short, and the pipeliner of triton 3.6 fails on this one
     )
 
 
-def expand_shape(BLOCK_T: int, P: int, wide: bool) -> tuple[int, int, int]:
-    """(BLOCK_N, BLOCK_R, warps)."""
-    return 32 if wide else 128, rows_at_once(BLOCK_T, P), 4
-
-
-def rows_at_once(BLOCK_T: int, P: int) -> int:
-    """Adapter rows that one product takes: more where there are few tokens. (128 make triton 3.6
-    fail.)"""
-    most = 64 if BLOCK_T <= 16 else 32
-    return min(most, triton.next_power_of_2(max(P, CHUNK.value)))
+def expand_shape(BLOCK_T: int, wide: bool) -> tuple[int, int]:
+    """(BLOCK_N, warps)."""
+    return (32, 4) if wide else (128, 2 if BLOCK_T == 16 else 4)
 
 
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -1,7 +1,7 @@
 """Products with weights for few tokens, and with the adapters' A in the same launch.
 
-T token rows, D input width, O output width, S slices of O, P paged adapter rows in chunks of 16,
-C chunks of the step, Z splits of D, whose fp32 addends lie one after the other.
+T token rows, D input width, O output width, S slices of O, P paged adapter rows, E entries of the
+step's adapters in chunks of 16, Z splits of D, whose fp32 addends lie one after the other.
 """
 
 import torch
@@ -55,7 +55,7 @@ def _skinny(
     y_ptr,
     a_ptr,
     h_ptr,
-    chunk_ptr,
+    row_ptr,
     span_ptr,
     T,
     O,  # noqa: E741
@@ -89,21 +89,19 @@ def _skinny(
         tl.store(y_ptr + y_at, acc, mask=(o < O)[:, None] & (t < T)[None, :])
     if LORA:
         if tile >= num_tiles:
-            low = tl.load(span_ptr)
-            count = (tl.load(span_ptr + 1) - low) * CHUNK
+            count = tl.load(span_ptr + 1) * CHUNK
             c = (tile - num_tiles) * BLOCK_N + n
             if (tile - num_tiles) * BLOCK_N < S * count:
                 s, r = c // count, c % count
                 live = c < S * count
-                chunk = tl.load(chunk_ptr + low + r // CHUNK, mask=live, other=0)
-                row = chunk * CHUNK + r % CHUNK
-                live &= row < P
+                row = tl.load(row_ptr + r, mask=live, other=-1)
+                live &= row >= 0
                 rows = a_ptr + (s * P + row).to(tl.int64) * D
                 acc = _narrow(
                     x_ptr, rows, live, T, D, start, stop,
                     BLOCK_T, BLOCK_N, BLOCK_D, EVEN, PRECISION,
                 )  # fmt: skip
-                place = s * (h_width // S) + low * CHUNK + r
+                place = s * (h_width // S) + r
                 h_at = (split * T + t)[None, :] * h_width + place[:, None]
                 tl.store(h_ptr + h_at, acc, mask=(c < S * count)[:, None] & (t < T)[None, :])
 
@@ -118,7 +116,7 @@ def skinny(
     shape: tuple[int, int, int, int, int] | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, h): x W^T + bias for up to 64 tokens as fp32 addends [Z, T, O], and x A^T for all rows of
-    the step's adapters, [Z, T, S C 16].
+    the step's adapters, [Z, T, S E].
 
     With `room` y has one addend more, unwritten. Without `deltas` there is no h, and one split
     gives y [T, O] in `out`'s format, else in x's. `shape` is (BLOCK_N, BLOCK_D, splits, warps,
@@ -144,7 +142,7 @@ def skinny(
         out,
         out if deltas is None else deltas.a_SPD,
         out if h is None else h,
-        out if deltas is None else deltas.chunk_C,
+        out if deltas is None else deltas.row_E,
         out if deltas is None else deltas.span_X2,
         T,
         O,

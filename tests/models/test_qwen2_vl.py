@@ -38,7 +38,7 @@ REAL = Patches(num_channels=3, temporal_size=2, patch_size=14, merge_size=2, rop
         [USUAL, [3, 4, 5]],
         [[3, 4, 5], TINY],
         [WIDE],
-        [TALL, [8], WIDE, [9], TINY, [9], ODD, [9], TINY],
+        [TALL, [8], WIDE, [9], TINY, [9], ODD, [9], (112, 112), [9], TINY],
         [(112, 112), [3], (84, 168)],
         [[8, 9, 10, 11]],
     ],
@@ -184,28 +184,33 @@ def test_patches_of_another_kind_are_refused(options: dict[str, int], match: str
 
 
 @pytest.mark.parametrize(
-    ("high", "wide", "sizes"),
+    ("grids", "sizes"),
     [
-        (6, 3, ((2, 9),)),
-        (4, 4, ((1, 9), (1, 3), (1, 3), (1, 1))),
-        (2, 7, ((2, 6), (1, 2))),
-        (7, 2, ((2, 6), (1, 2))),
-        (1, 1, ((1, 1),)),
+        ([(1, 12, 6)], ((2, 36),)),
+        ([(1, 8, 8)], ((1, 4), (2, 12), (1, 36))),
+        ([(1, 4, 14)], ((1, 8), (2, 24))),
+        ([(1, 2, 2), (1, 8, 8), (2, 6, 6)], ((2, 4), (2, 12), (3, 36))),
     ],
 )
-def test_window_order(high: int, wide: int, sizes: tuple[tuple[int, int], ...]) -> None:
-    """Windows of 3 x 3 blocks, whole ones first, each in reading order inside."""
-    order, found = window_order(high, wide, 3)
-    assert sorted(order.tolist()) == list(range(high * wide))
+def test_window_order(grids: list[Any], sizes: tuple[tuple[int, int], ...]) -> None:
+    """Windows of 3 x 3 blocks, alike ones side by side, each in reading order inside."""
+    order, found = window_order(grids, 2, 3)
+    blocks = [
+        (item, step, row // 3, column // 3)
+        for item, (t, h, w) in enumerate(grids)
+        for step in range(t)
+        for row in range(h // 2)
+        for column in range(w // 2)
+    ]
+    assert sorted(order.tolist()) == list(range(len(blocks)))
     assert found == sizes
     start = 0
-    for count, blocks in found:
+    for count, patches in found:
         for _ in range(count):
-            window = order[start : start + blocks]
-            places = {(int(u) // wide // 3, int(u) % wide // 3) for u in window}
-            assert len(places) == 1, "one window"
-            assert window.tolist() == sorted(window.tolist())
-            start += blocks
+            window = order[start : start + patches // 4].tolist()
+            assert len({blocks[u] for u in window}) == 1, "one window"
+            assert window == sorted(window)
+            start += patches // 4
 
 
 def test_windows_matter() -> None:

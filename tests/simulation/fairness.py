@@ -36,7 +36,7 @@ def busy(
     """(config, before, after) of steps in which eight hot adapters always have three requests, and
     now and then one of three cold ones or the base model has one."""
     rng = np.random.default_rng(seed)
-    words = {"num_blocks": 400, "max_rows": 40, "max_batched_tokens": 64, "max_context": 60}
+    words = {"num_blocks": 800, "max_rows": 40, "max_batched_tokens": 64, "max_context": 60}
     slots = {"max_active_adapters": HOT, "max_registered_adapters": 16, "lora_rows": 8 * HOT}
     fixed = {"adapter_age_limit": LIMIT, "stop_ids": ()}
     config = toy_config(**words | slots | fixed | options)

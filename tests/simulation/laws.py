@@ -15,11 +15,11 @@ from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
-from purestep.state.adapters import check_adapters, pinned_versions
+from purestep.state.adapters import check_adapters, has_place, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
-from purestep.state.media import embed_runs, overlap_groups
+from purestep.state.media import embed_runs, group_embeds, overlap_groups
 from purestep.state.plan import StepPlan
 from purestep.state.request import Request, RequestState
 
@@ -58,6 +58,8 @@ def check_step(
     law_in_flight_ids_are_the_rows_own(before, plan)
     law_m_budgets(config, plan)
     law_m_outputs_are_there(before, plan)
+    law_m_what_is_needed_stays(after, plan)
+    law_m_least_recently_released(before, plan)
     law_m_whole_items(config, before, plan)
     law_m_nobody_takes_from_the_first(before, plan, order)
 
@@ -227,7 +229,8 @@ def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState
         if not any(promise is known for known in before.adapters.reservations):
             run = 1 + longest_run(after, waited_for)  # and this step's
             due.setdefault(promise.version, before.step + run)
-    came = [version for version in due if version in after.adapters.resident]
+    promises = after.adapters.reservations
+    came = [version for version in due if has_place(after.adapters, promises, version)]
     for version in came:
         assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
     return len(came)
@@ -389,6 +392,33 @@ def law_m_outputs_are_there(before: HostState, plan: StepPlan) -> None:
     used = {span.identifier for span in plan.merges}
     assert used <= there | made, f"no output: {sorted(used - there - made)}"
     assert not made & there, f"encoded again: {sorted(made & there)}"
+
+
+def law_m_what_is_needed_stays(after: HostState, plan: StepPlan) -> None:
+    """A row that stops within an item refers to its output, if the cache could hold that at all."""
+    spots = np.repeat(np.arange(len(plan.row_ids)), plan.count_R)
+    merged = {(plan.row_ids[spots[s.index_E[0]]], s.identifier) for s in plan.merges}
+    computed = dict(zip(after.rows.ids, after.rows.num_computed_R.tolist(), strict=True))
+    for key, name in merged:
+        if key not in computed:
+            continue
+        features = after.requests[key].request.features
+        for group in overlap_groups(features):
+            if group_embeds(features, group) > after.encoder.capacity:
+                continue
+            for i in group:
+                ahead = features[i].end > computed[key] and features[i].offset < computed[key]
+                if features[i].identifier == name and ahead:
+                    assert (key, i) in after.encoder.holders.get(name, ()), f"{key} let go of {i}"
+
+
+def law_m_least_recently_released(before: HostState, plan: StepPlan) -> None:
+    """Of outputs that nobody needs those go first that were released first."""
+    order, gone = before.encoder.evictable, set(plan.drops)
+    used = {span.identifier for span in plan.merges}
+    places = [k for k, name in enumerate(order) if name in gone]
+    older = set(order[: places[-1]]) if places else set()
+    assert older <= gone | used, f"{sorted(older - gone - used)} were released before"
 
 
 def law_m_references_are_of_items_ahead(host: HostState) -> None:

@@ -114,10 +114,12 @@ def too_large(config: Config, request: Request) -> bool:
 
 
 def facts(request: Request, end: int) -> tuple:
-    """What a prefix of `end` tokens depends on beside ids and rows: whose placeholder is where."""
+    """What a prefix of `end` tokens depends on beside what is read: whose placeholder is where, and
+    the ids in it, which are keyed though an encoder's rows stand in their place."""
     found = [
         (f.identifier, f.offset, f.length, () if f.is_embed is None else tuple(f.is_embed.tolist()))
         for f in request.features
         if f.offset < end and f.length
     ]
-    return tuple(sorted(found))
+    places = sorted(place for f in request.features for place in filled(f) if place < end)
+    return (*sorted(found), *(request.tokens[place] for place in places))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from purestep.engine.admission import _prefix_hits, _Queue, _start_row, admit
+from purestep.engine.admission import _prefix_hits, _Queue, _start_row
 from purestep.engine.commit import _filled_blocks, _next_digest, _without
 from purestep.engine.encoding import Encoding, settled
 from purestep.engine.media import plan_positions
@@ -32,7 +32,7 @@ from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
 from purestep.state.adapters import activate, victims_for
 from purestep.state.blocks import BlockDraft
-from purestep.state.encoder import EncoderLedger, hold
+from purestep.state.encoder import hold, shrunk
 from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
 from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
@@ -124,7 +124,7 @@ MUTANTS = (
     mutant(
         "a promised place is taken by others",
         _Queue._victims,
-        "return None if version in others else ()",
+        "return None if version in promised else ()",
         "return ()",
     ),
     mutant(
@@ -136,8 +136,9 @@ MUTANTS = (
     mutant(
         "the source of a copy is handed out before it is read",
         schedule,
-        "draft = BlockDraft(host.blocks)",
-        "draft = BlockDraft(host.blocks); [draft.release([s]) for s, _ in host.copies]",
+        "draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)",
+        "draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)\n"
+        "    [draft.release([s]) for s, _ in host.copies]",
         (schedule, "for source, _ in copies]", "for source, _ in ()]"),
     ),
     mutant(
@@ -233,8 +234,8 @@ MUTANTS = (
     mutant(
         "an aborted row keeps its last block",
         abort_host,
-        "draft.release(rows.tables[row])",
-        "draft.release(rows.tables[row][:-1])",
+        "[rows.tables[row]]",
+        "[rows.tables[row][:-1]]",
     ),
     mutant(
         "a decoding row reads the token beside its own",
@@ -316,16 +317,22 @@ MUTANTS = (
         "first = start",
     ),
     mutant(
-        "an output is dropped while a row stands within its item",
+        "a row lets go of the item that it stands in",
         settled,
         "holds_of(record, end)",
         "holds_of(record)",
     ),
     mutant(
         "the most recently released output goes first",
-        EncoderLedger.evictable.fget,
-        "in sorted(idle)",
-        "in sorted(idle, reverse=True)",
+        shrunk,
+        "for identifier in ledger.evictable if",
+        "for identifier in reversed(ledger.evictable) if",
+    ),
+    mutant(
+        "an output goes that a row still needs",
+        shrunk,
+        "for identifier in ledger.evictable if",
+        "for identifier in sorted(ledger.outputs) if",
     ),
     mutant(
         "the reference of a row that ends is forgotten",
@@ -342,9 +349,9 @@ MUTANTS = (
     mutant(
         "the encoding of a preempted row is taken for done",
         Encoding.leave,
-        "            else:\n                del self._encodes[name]",
-        "            else:\n                del self._encodes[name]\n"
-        "                self.ledger = planned(self.ledger, name, item.num_embeds)",
+        "        else:\n            del self._encodes[name]",
+        "        else:\n            del self._encodes[name]\n"
+        "            self.ledger = planned(self.ledger, name, item.num_embeds)",
     ),
     mutant(
         "a second reference to an output replaces the first",
@@ -408,9 +415,9 @@ MUTANTS = (
     ),
     mutant(
         "the last in the queue is served first",
-        admit,
-        "for request_id in order.waiting:",
-        "for request_id in reversed(order.waiting):",
+        _Queue.__init__,
+        "enumerate(order.waiting)",
+        "enumerate(reversed(order.waiting))",
     ),
     mutant(
         "the first row makes room for the others",
