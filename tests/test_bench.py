@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from bench import batch_file, cpu_generate, gpu_ops, host_step, loading
+from bench import batch_file, cpu_generate, gpu_ops, host_step, image_prefill, loading
 from bench.report import Figure
 
 
@@ -89,3 +89,16 @@ def test_loading_smoke(tmp_path: Path) -> None:
     assert all(line["value"] > 0 for line in lines.values())
     assert lines["loading/p50_ratio"]["steps"] >= 4
     assert lines["loading/p50_ratio"]["loads"] >= 1
+
+
+def test_image_prefill_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    image_prefill.main(["--smoke", "--rounds", "1", "--threads", "1", "--json", str(file)])
+    lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
+    for family in ("llava", "qwen2_vl"):
+        for case, has_peer in image_prefill.CASES.items():
+            line = lines[f"image_prefill/{case}/{family}/cpu"]
+            assert line["unit"] == "ms"
+            assert ("ratio" in line) == has_peer
+            assert line["worst"] >= line["value"] > 0
+    assert capsys.readouterr().out.count("equals that of transformers") >= 6
