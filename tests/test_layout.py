@@ -15,7 +15,17 @@ ALLOWED = {
     "state": {"numpy", "blake3", "immutables", "torch"},
     "ops": {"numpy", "torch", "triton"},
     "models": {"numpy", "blake3", "torch", "transformers", "safetensors"},
-    "engine": {"numpy", "blake3", "immutables", "torch", "transformers", "safetensors", "tqdm"},
+    "engine": {
+        "numpy",
+        "blake3",
+        "immutables",
+        "torch",
+        "transformers",
+        "safetensors",
+        "tqdm",
+        "lm_eval",
+        "ray",  # in the files named after them alone
+    },
 }
 ARROWS = {
     "state": {"state"},
