@@ -21,6 +21,7 @@ from purestep.state.text import TokenTable
 
 NEVER = -9999.0  # in place of minus infinity
 SPLITTERS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
 def _head(line: int, digest: int, dry_run: bool) -> dict[str, Any]:
@@ -156,8 +157,8 @@ def encoded(record: Mapping[str, Any]) -> bytes:
 
     Raises ValueError for a number that JSON lacks, or half of a surrogate pair.
     """
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(SPLITTERS).encode() + b"\n"
+    text = ENCODER.encode(record)
+    return (text if text.isascii() else text.translate(SPLITTERS)).encode() + b"\n"
 
 
 def _likeliest(scores: Mapping[int, float], count: int) -> list[tuple[int, float]]:
