@@ -234,16 +234,17 @@ def test_engines_are_freed_and_do_not_meet() -> None:
     alone = {}
     for turn in range(2):
         for family in ("llama", "qwen2", "mistral"):
-            program = tiny_program(family)
-            state = init(program)
-            other = tiny_program("qwen3")
-            twin = init(other)
+            program, other = (
+                load_program(checkpoint(name)[0], device="cpu", dtype="float32", num_blocks=64)
+                for name in (family, "qwen3")
+            )
+            state, twin = init(program), init(other)
             state, done = run(program, state, [request("x", prompt(1, 9))])
             twin, _ = run(other, twin, [request("x", prompt(1, 9))])
             said = done["x"].tokens.tolist()
             assert alone.setdefault(family, said) == said, turn
-            alive += [weakref.ref(item) for item in (program, state.device.pool, other)]
-            alive += [weakref.ref(twin.device.pool)]
-            del program, state, other, twin, done
+            owned = (program.params, other.params, state.device.pool, twin.device.pool)
+            alive += map(weakref.ref, owned)
+            del owned, program, state, other, twin, done
     gc.collect()
     assert not [ref for ref in alive if ref() is not None]
