@@ -222,7 +222,8 @@ def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState
     """21.15 in numbers (11.3; derived in `engine/admission.py`), where blocks and rows suffice and
     a prompt takes one step: a promise is kept at the latest when the rows it waits for have run
     out. `due` remembers, from step to step, the last step for each version. Returns how many came
-    in."""
+    in: also one that a later promise takes away again in the very step in which its request became
+    a row, since that row is what it was promised."""
     waited_for: set[str] = set()  # by a promise and those before it
     for promise in after.adapters.reservations:
         waited_for.update(promise.victims)
@@ -230,7 +231,9 @@ def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState
             run = 1 + longest_run(after, waited_for)  # and this step's
             due.setdefault(promise.version, before.step + run)
     promises = after.adapters.reservations
-    came = [version for version in due if has_place(after.adapters, promises, version)]
+    admitted = set(after.rows.ids) - set(before.rows.ids)
+    served = {after.requests[key].version for key in admitted}
+    came = [v for v in due if v in served or has_place(after.adapters, promises, v)]
     for version in came:
         assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
     return len(came)
