@@ -13,7 +13,6 @@ every draw reads everything again behind all writes. So a block that another row
 itself has overwritten changes the draw of every row whose table names it, in that very step.
 """
 
-import json
 import struct
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -31,8 +30,8 @@ from purestep.engine.policy import Policy, fcfs
 from purestep.engine.schedule import schedule
 from purestep.engine.step import drop_blobs
 from purestep.simulation.media import content, media_number, moved_number
-from purestep.state.canonical import to_plain
 from purestep.state.engine import EngineState
+from purestep.state.hashing import framed
 from purestep.state.plan import HiddenRow, LogitEdits, Outputs, ScoredRow, StepPlan, StepResult
 from purestep.state.pytree import tree
 from purestep.state.request import RequestState, frozen
@@ -105,8 +104,9 @@ def _edit_key(edits: LogitEdits | None) -> bytes:
     """The edits but for bans, which `draw` obeys."""
     if edits is None:
         return b""
-    plain = to_plain(replace(edits, banned_E=frozen(())))
-    return json.dumps(plain, sort_keys=True).encode()
+    factors = (edits.repetition_penalty, edits.presence_penalty, edits.frequency_penalty)
+    ids_E = (edits.bias_id_E, edits.bias_E, edits.seen_E, edits.drawn_E, edits.count_E)
+    return framed("edits", struct.pack("<ddd", *factors), *(x_E.tobytes() for x_E in ids_E))
 
 
 def next_token(config: Config, context: bytes, record: RequestState) -> tuple[int, float]:

@@ -35,15 +35,14 @@ WEIGHTS = {  # of 1000 events
     "lose": 5,
 }
 DELICATE = {  # likewise, while a branch waits for its copy, and behind a step that failed
-    "step": 350,
+    "step": 380,
     "abort": 300,
     "fail": 150,
     "submit": 100,
     "branch": 50,
-    "restore": 50,
+    "restore": 20,
 }
-MEDIA: tuple[dict[str, Any], ...] = (  # of half of the configs
-    {},
+MEDIA: tuple[dict[str, Any], ...] = (  # of two configs in three
     {},
     {},
     {"max_encoder_tokens": 15, "encoder_cache_tokens": 30},
@@ -56,6 +55,7 @@ MEDIA: tuple[dict[str, Any], ...] = (  # of half of the configs
         "long_prefill_threshold": 0,
     },
 )
+ALIKE = (((4, 7, 0, 0),), ((3, 1, 0, 0), (4, 8, 0, 0)))  # items that many requests have in common
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -136,7 +136,8 @@ def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[st
     match kind:
         case "submit":
             media = machine.config.max_encoder_tokens > 0
-            return random_request(rng, machine.number, media)
+            words = random_request(rng, machine.number, media)
+            return {**words, **_alike(rng)} if media and rng.integers(3) == 0 else words
         case "abort" | "load_fails":
             return {"pick": int(rng.integers(12))}
         case "branch":
@@ -182,6 +183,12 @@ def random_request(rng: np.random.Generator, number: int, media: bool = False) -
             "ignore_eos": bool(rng.integers(2)),
         },
     }
+
+
+def _alike(rng: np.random.Generator) -> dict[str, Any]:
+    """A prompt that ends soon behind an item, the same for many, so that hits end inside it."""
+    words = {"tokens": (*PROMPTS[0][: pick(rng, (16, 17))], 5), "media": pick(rng, ALIKE)}
+    return {**words, "embeds": None, "adapter": pick(rng, (None, NAMES[0])), "salt": None}
 
 
 def random_items(rng: np.random.Generator) -> tuple[tuple[int, int, int, int], ...]:

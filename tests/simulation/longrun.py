@@ -131,28 +131,32 @@ def long_run(
     What happens depends on the other arguments alone, not on `num_jobs`, the processes to use.
     """
     start, total = time.perf_counter(), Coverage()
-    task = partial(run_config, seed, -(-num_steps // num_configs))
+    each = -(-num_steps // num_configs)
+    starts = range(0, each, STEPS_OF_ONE_STATE)
+    counts = [min(STEPS_OF_ONE_STATE, each - done) for done in starts]
+    parts = [(n, part, count) for n in range(num_configs) for part, count in enumerate(counts)]
+    task = partial(run_part, seed)
     with ProcessPoolExecutor(num_jobs) if num_jobs > 1 else nullcontext() as pool:
-        runs = pool.map(task, range(num_configs)) if pool else map(task, range(num_configs))
-        for number, coverage in enumerate(runs, start=1):
+        runs = pool.map(task, parts) if pool else map(task, parts)
+        for (number, part, _), coverage in zip(parts, runs, strict=True):
             total.counts += coverage.counts
             total.events += coverage.events
+            if part < len(counts) - 1:
+                continue
             elapsed, steps = time.perf_counter() - start, total.events["step"]
             events = total.events.total()
             tells(
-                f"config {number:>3}: {steps:>9,} steps, {events:>9,} events, "
+                f"config {number + 1:>3}: {steps:>9,} steps, {events:>9,} events, "
                 f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
             )
     return total
 
 
-def run_config(seed: int, num_steps: int, number: int) -> Coverage:
-    """One config's share, on states of `STEPS_OF_ONE_STATE` steps each, so that a failure is near
-    the beginning of its list of events. Raises Failure."""
-    coverage, world = Coverage(), random_world(seed, number)
-    for part, done in enumerate(range(0, num_steps, STEPS_OF_ONE_STATE)):
-        rng = np.random.default_rng((seed, number, part))
-        coverage.evicted.clear()
-        count = min(STEPS_OF_ONE_STATE, num_steps - done)
-        run_random(world, rng, count, keep=KEPT_STATES, sees=coverage.see)
+def run_part(seed: int, part: tuple[int, int, int]) -> Coverage:
+    """Some of a config's steps, (config, part, steps), on a state of their own: so a failure is
+    near the beginning of its list of events, and processes share the work evenly. Raises
+    Failure."""
+    number, index, num_steps = part
+    coverage, rng = Coverage(), np.random.default_rng((seed, number, index))
+    run_random(random_world(seed, number), rng, num_steps, keep=KEPT_STATES, sees=coverage.see)
     return coverage

@@ -176,7 +176,7 @@ class Machine:
 
     def _check_laws(self, kind: str, before: EngineState) -> None:
         host, old = self.state.host, before.host
-        check_state(self.config, host, self.state.device)
+        check_state(self.config, host, self.state.device, old if self.number > 1 else None)
         law_3_pins_stay(old, host, kind)
         for key, now in host.requests.items():
             if not now.loading and old.requests.get(key) is not now:
@@ -344,9 +344,9 @@ class Machine:
         self.state = self._call(adopt, program, self.state)
 
     def _restore(self) -> None:
-        host = self.state.host
-        again = from_plain(json.loads(json.dumps(to_plain(host))))
-        must(digest(again) == digest(host), "the state has another digest once restored")
+        text = json.dumps(to_plain(self.state.host))
+        again = from_plain(json.loads(text))
+        must(json.dumps(to_plain(again)) == text, "the state has another form once restored")
         self.state = replace(self.state, host=again)
 
     def _fork(self, num_blocks: int) -> None:

@@ -115,11 +115,16 @@ def too_large(config: Config, request: Request) -> bool:
 
 def facts(request: Request, end: int) -> tuple:
     """What a prefix of `end` tokens depends on beside what is read: whose placeholder is where, and
-    the ids in it, which are keyed though an encoder's rows stand in their place."""
+    the ids in it, which are keyed though an encoder's rows stand in their place. A mask that marks
+    every place says what no mask says."""
     found = [
-        (f.identifier, f.offset, f.length, () if f.is_embed is None else tuple(f.is_embed.tolist()))
+        (f.identifier, f.offset, f.length, () if _fills(f) else tuple(f.is_embed.tolist()))
         for f in request.features
         if f.offset < end and f.length
     ]
     places = sorted(place for f in request.features for place in filled(f) if place < end)
     return (*sorted(found), *(request.tokens[place] for place in places))
+
+
+def _fills(feature: Feature) -> bool:
+    return feature.is_embed is None or bool(feature.is_embed.all())
