@@ -266,7 +266,7 @@ def _largest(vision: Vision | None, image_processor: ImageProcessor | None) -> i
         return 0
     settings = {} if image_processor is None else image_processor.call.to_dict()
     item = vision.family.largest(vision.config, settings)
-    ids, is_embed = vision.family.placeholder(vision.config, item)
+    ids, is_embed = vision.family.placeholder(vision.config, item, lambda text: ())
     return len(ids) if is_embed is None else int(is_embed.sum())
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from purestep.models.vision import Shapes, Tensors, VisionFamily, marker_ids, owned_rows
+from purestep.models.vision import Shapes, Tensors, VisionFamily, Words, marker_ids, owned_rows
 from purestep.models.vit import (
     ACTIVATIONS,
     UNREAD,
@@ -98,7 +98,7 @@ def square_pixels(tower: VitConfig, pixels: Tensor) -> Tensor:
     return pixels
 
 
-def placeholder(config: LlavaVision, item: Tensors) -> tuple[np.ndarray, None]:
+def placeholder(config: LlavaVision, item: Tensors, words: Words) -> tuple[np.ndarray, None]:
     return marker_ids(config.marker, config.num_rows), None
 
 
