@@ -5,16 +5,16 @@ each record is written when the last sample of its line has finished. So records
 of completion; `line` says where each belongs.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 from purestep.engine.batch_files import DigestSet, Line, ResultFile, read_lines
 from purestep.engine.batch_media import MediaRule, read_media
 from purestep.engine.batch_progress import Counts, Progress
-from purestep.engine.batch_records import RecordMaker, encoded
+from purestep.engine.batch_records import RecordMaker, encoded, failed_record
 from purestep.engine.batch_rows import Row, custom_id_of, read_object, row_of
 from purestep.engine.dry_run import dry_step
 from purestep.engine.generate import generate
@@ -43,6 +43,14 @@ class BatchJob:
     dry_run: bool = False
 
 
+class OpenLine(NamedTuple):
+    """A line that has no record yet, and what it holds."""
+
+    line: Line
+    custom_id: str | None
+    given: Mapping[str, Any]
+
+
 def run_batch(program: Program, job: BatchJob, progress: Progress | None = None) -> Counts:
     """Run every line of `job.input` that `job.output` has no record of, and write its record.
 
@@ -53,34 +61,108 @@ def run_batch(program: Program, job: BatchJob, progress: Progress | None = None)
     adapter has the base model's name; OSError where a file cannot be read or written; with
     `strict`, BatchLineError. Lines that are finished by then are kept.
     """
-    if taken := sorted({*job.base_names} & {*job.adapters}):
-        raise BatchFileError(f"adapter {taken[0]!r} has a name of the base model")
-    if job.window < 1:
-        raise BatchFileError(f"window={job.window} must be at least 1")
-    if job.input.resolve() == job.output.resolve():
-        raise BatchFileError(f"input and output are the same file, {job.input}")
-    created = int(job.input.stat().st_mtime)
+    check_job(job)
     progress = progress or Progress(total=None, bar=False, metrics=None)
     with ResultFile(job.output, dry_run=job.dry_run) as results, progress:
         results.check_input(job.input, job.max_line_bytes)
         progress.counts.skipped_failed = results.num_failed
-        maker = RecordMaker(
-            tokens=program.config.tokens,
-            created=created,
-            fingerprint=program.config.weights[:16],
-            dry_run=job.dry_run,
-        )
-        run = _Run(program=program, job=job, results=results, progress=progress, maker=maker)
-        for completion in generate(
-            program,
-            run.requests(),
-            adapters=job.adapters,
-            resolver=job.resolver,
-            on_step=progress.step,
-            advance=dry_step if job.dry_run else None,
-        ):
-            run.collect(completion)
+        lines = read_lines(job.input, job.max_line_bytes)
+        run_lines(program, job, open_lines(job, lines, results, progress), results, progress)
     return progress.counts
+
+
+def check_job(job: BatchJob) -> None:
+    """Raises BatchFileError for a job that contradicts itself, OSError without an input."""
+    if taken := sorted({*job.base_names} & {*job.adapters}):
+        raise BatchFileError(f"adapter {taken[0]!r} has a name of the base model")
+    if job.window < 1:
+        raise BatchFileError(f"window={job.window} must be at least 1")
+    if job.input.resolve(strict=True) == job.output.resolve():
+        raise BatchFileError(f"input and output are the same file, {job.input}")
+
+
+class Sink(Protocol):
+    """Where records go."""
+
+    def write(self, line: Line, record: bytes, *, failed: bool) -> None:
+        """Take one line's record."""
+
+
+def open_lines(
+    job: BatchJob, lines: Iterable[Line], results: ResultFile, progress: Progress
+) -> Iterator[OpenLine]:
+    """The lines that have no record yet. Those that are no JSON, or have the `custom_id` of an
+    earlier one, get theirs at once."""
+    seen, before = DigestSet(), 0
+    for line in lines:
+        progress.blank(line.number - before - 1)
+        before = line.number
+        finished = bool(results.finished(line.number))
+        if finished:
+            progress.skip()
+        custom_id = None
+        try:
+            given = _object(job, line)
+            custom_id = custom_id_of(given)
+            is_new = custom_id is None or seen.add(custom_id)
+            if finished:
+                continue
+            if not is_new:
+                what = f"an earlier line has the custom_id {custom_id!r}"
+                raise BatchLineError("duplicate_custom_id", what)
+        except BatchLineError as error:
+            if not finished:
+                fail(job, results, progress, line, custom_id, error)
+            continue
+        yield OpenLine(line, custom_id, given)
+
+
+def _object(job: BatchJob, line: Line) -> dict[str, Any]:
+    if line.raw is None:
+        limit = f"the line has {job.max_line_bytes} bytes or more (see --max-line-bytes)"
+        raise BatchLineError("line_too_long", limit)
+    return read_object(line.raw)
+
+
+def fail(
+    job: BatchJob,
+    results: Sink,
+    progress: Progress,
+    line: Line,
+    custom_id: str | None,
+    error: Exception,
+) -> None:
+    """Write an error record; with `strict`, raise BatchLineError instead."""
+    if not isinstance(error, BatchLineError):
+        error = BatchLineError("invalid_request", str(error))
+    if job.strict:
+        where = f"{job.input}, line {line.number}: {error}"
+        raise BatchLineError(error.code, where, error.status) from error
+    record = failed_record(line.number, line.digest, custom_id, error, dry_run=job.dry_run)
+    results.write(line, encoded(record), failed=True)
+    progress.end(failed=True)
+
+
+def run_lines(
+    program: Program, job: BatchJob, lines: Iterable[OpenLine], results: Sink, progress: Progress
+) -> None:
+    """Run lines to their end, and write each one's record."""
+    maker = RecordMaker(
+        tokens=program.config.tokens,
+        created=int(job.input.stat().st_mtime),
+        fingerprint=program.config.weights[:16],
+        dry_run=job.dry_run,
+    )
+    run = _Run(program=program, job=job, results=results, progress=progress, maker=maker)
+    for completion in generate(
+        program,
+        run.requests(lines),
+        adapters=job.adapters,
+        resolver=job.resolver,
+        on_step=progress.step,
+        advance=dry_step if job.dry_run else None,
+    ):
+        run.collect(completion)
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,14 +181,14 @@ class _Run:
 
     program: Program
     job: BatchJob
-    results: ResultFile
+    results: Sink
     progress: Progress
     maker: RecordMaker
     pending: dict[str, _Pending] = field(default_factory=dict)  # by request id
 
-    def requests(self) -> Iterator[Request]:
-        """The requests of all lines that are left; bad lines are recorded on the way."""
-        rows = self._rows()
+    def requests(self, lines: Iterable[OpenLine]) -> Iterator[Request]:
+        """The requests of the lines, in the order of their windows; bad ones are recorded."""
+        rows = self._rows(lines)
         while window := list(islice(rows, self.job.window)):
             window.sort(key=lambda item: item[1].locality)
             for line, row in window:
@@ -118,34 +200,14 @@ class _Run:
                 self.pending[request.id] = _Pending(line, row, request)
                 yield request
 
-    def _rows(self) -> Iterator[tuple[Line, Row]]:
-        seen, before = DigestSet(), 0
-        for line in read_lines(self.job.input, self.job.max_line_bytes):
-            self.progress.blank(line.number - before - 1)
-            before = line.number
-            finished = bool(self.results.finished(line.number))
-            if finished:
-                self.progress.skip()
-            custom_id = None
+    def _rows(self, lines: Iterable[OpenLine]) -> Iterator[tuple[Line, Row]]:
+        for line, custom_id, given in lines:
             try:
-                given = self._object(line)
-                custom_id = custom_id_of(given)
-                is_new = custom_id is None or seen.add(custom_id)
-                if finished:
-                    continue
-                if not is_new:
-                    what = f"an earlier line has the custom_id {custom_id!r}"
-                    raise BatchLineError("duplicate_custom_id", what)
-                yield line, row_of(given, self.job.base_names)
+                row = row_of(given, self.job.base_names)
             except BatchLineError as error:
-                if not finished:
-                    self._fail(line, custom_id, error)
-
-    def _object(self, line: Line) -> Mapping[str, object]:
-        if line.raw is None:
-            limit = f"the line has {self.job.max_line_bytes} bytes or more (see --max-line-bytes)"
-            raise BatchLineError("line_too_long", limit)
-        return read_object(line.raw)
+                self._fail(line, custom_id, error)
+                continue
+            yield line, row
 
     def collect(self, completion: Completion) -> None:
         """Take one sample; write the line's record with its last."""
@@ -168,14 +230,7 @@ class _Run:
         self.progress.end(failed=False)
 
     def _fail(self, line: Line, custom_id: str | None, error: Exception) -> None:
-        if not isinstance(error, BatchLineError):
-            error = BatchLineError("invalid_request", str(error))
-        if self.job.strict:
-            where = f"{self.job.input}, line {line.number}: {error}"
-            raise BatchLineError(error.code, where, error.status) from error
-        record = self.maker.failed(line.number, line.digest, custom_id, error)
-        self.results.write(line, encoded(record), failed=True)
-        self.progress.end(failed=True)
+        fail(self.job, self.results, self.progress, line, custom_id, error)
 
 
 def request_of(program: Program, job: BatchJob, request_id: str, row: Row) -> Request:

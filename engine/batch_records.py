@@ -21,28 +21,32 @@ from purestep.state.text import TokenTable
 
 NEVER = -9999.0  # in place of minus infinity
 SPLITTERS = str.maketrans({c: f"\\u{ord(c):04x}" for c in "\x85\u2028\u2029"})
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+
+
+def _head(line: int, digest: int, dry_run: bool) -> dict[str, Any]:
+    """The fields that every record starts with."""
+    head: dict[str, Any] = {"line": line, "digest": f"{digest:016x}"}
+    return head | {"dry_run": True} if dry_run else head
+
+
+def failed_record(
+    line: int, digest: int, custom_id: str | None, error: BatchLineError, *, dry_run: bool = False
+) -> dict[str, Any]:
+    """The record of a line that has no result."""
+    cause = {"code": error.code, "message": str(error), "status": error.status, "line": line}
+    told = {"custom_id": custom_id, "response": None, "error": cause}
+    return _head(line, digest, dry_run) | told
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordMaker:
-    """What stays the same for all records of a run."""
+    """What stays the same for all results of a run."""
 
     tokens: TokenTable | None
     created: int  # unix time; of the input file, so that a run that is repeated writes the same
     fingerprint: str  # of the weights
     dry_run: bool = False
-
-    def head(self, line: int, digest: int) -> dict[str, Any]:
-        """The fields that every record starts with."""
-        head: dict[str, Any] = {"line": line, "digest": f"{digest:016x}"}
-        return head | {"dry_run": True} if self.dry_run else head
-
-    def failed(
-        self, line: int, digest: int, custom_id: str | None, error: BatchLineError
-    ) -> dict[str, Any]:
-        """The record of a line that has no result."""
-        cause = {"code": error.code, "message": str(error), "status": error.status, "line": line}
-        return self.head(line, digest) | {"custom_id": custom_id, "response": None, "error": cause}
 
     def done(
         self,
@@ -53,7 +57,7 @@ class RecordMaker:
         samples: Sequence[Completion],
     ) -> dict[str, Any]:
         """The record of a line whose `samples`, in order, have all finished."""
-        named = {"custom_id": row.custom_id}
+        head, named = _head(line, digest, self.dry_run), {"custom_id": row.custom_id}
         usage = {
             "prompt_tokens": samples[0].num_prompt_tokens,
             "completion_tokens": sum(len(sample.tokens) for sample in samples),
@@ -61,7 +65,7 @@ class RecordMaker:
         if row.form == "plain":
             outputs = [self._output(sample, row, prompt_N) for sample in samples]
             found = {"adapter": row.adapter, "outputs": outputs, "usage": usage}
-            return self.head(line, digest) | named | found | {"error": None}
+            return head | named | found | {"error": None}
         name = f"{line}-{digest:016x}"
         usage["total_tokens"] = sum(usage.values())
         choices = [self._choice(sample, row, prompt_N) for sample in samples]
@@ -77,7 +81,7 @@ class RecordMaker:
         }
         response = {"status_code": 200, "request_id": f"req-{name}", "body": body}
         found = {"id": f"batch_req-{name}", **named, "response": response, "error": None}
-        return self.head(line, digest) | found
+        return head | found
 
     def _choice(self, sample: Completion, row: Row, prompt_N: Any) -> dict[str, Any]:
         chat = row.form == "chat"
@@ -153,8 +157,8 @@ def encoded(record: Mapping[str, Any]) -> bytes:
 
     Raises ValueError for a number that JSON lacks, or half of a surrogate pair.
     """
-    text = json.dumps(record, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
-    return text.translate(SPLITTERS).encode() + b"\n"
+    text = ENCODER.encode(record)
+    return (text if text.isascii() else text.translate(SPLITTERS)).encode() + b"\n"
 
 
 def _likeliest(scores: Mapping[int, float], count: int) -> list[tuple[int, float]]:

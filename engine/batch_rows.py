@@ -52,6 +52,13 @@ UNSUPPORTED_PARTS = {
 LONGEST_ID = 512
 
 
+def _refuse(literal: str) -> None:
+    raise ValueError(f"{literal} is no JSON")
+
+
+DECODER = json.JSONDecoder(parse_constant=_refuse)  # made once: it takes as long as a line
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Row:
     """What one line asks for. `prompt` is text, ids, or messages whose content is text or a list of
@@ -85,11 +92,8 @@ class Row:
 def read_object(raw: bytes) -> dict[str, Any]:
     """The JSON object of a line. Raises BatchLineError."""
 
-    def refuse(literal: str) -> None:
-        raise ValueError(f"{literal} is no JSON")
-
     try:
-        found = json.loads(raw.decode(), parse_constant=refuse)
+        found = DECODER.decode(raw.decode())
     except (ValueError, RecursionError) as error:
         raise BatchLineError("invalid_json", f"the line is no JSON: {error}") from None
     if not isinstance(found, dict):

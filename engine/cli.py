@@ -21,7 +21,7 @@ from purestep.engine.memory import memory_summary
 from purestep.engine.memory_measure import Measured, measure
 from purestep.engine.memory_plan import Wishes, memory_plan, plan_table, read_model_config
 from purestep.engine.platform import resolve_device, resolve_dtype
-from purestep.engine.program import Program, load_program
+from purestep.engine.program import load_program
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.errors import BatchLineError, PurestepError
 
@@ -74,6 +74,7 @@ def _add_batch(commands: Any) -> None:
     _add_run(batch.add_argument_group("run"))
     _add_adapters(batch.add_argument_group("adapters"))
     _add_media(batch.add_argument_group("images"))
+    _add_ray(batch.add_argument_group("more than one GPU or machine"))
     _add_engine(batch.add_argument_group("engine"))
 
 
@@ -141,6 +142,16 @@ def _add_media(group: Any) -> None:
     group.add_argument("--allow-remote", action="store_true", help="fetch http and https URLs")
     group.add_argument("--max-image-bytes", type=size, default=20 << 20, metavar="BYTES")
     group.add_argument("--remote-seconds", type=float, default=10.0, metavar="S")
+
+
+def _add_ray(group: Any) -> None:
+    group.add_argument(
+        "--ray", nargs="?", const="local", metavar="ADDRESS",
+        help="run on Ray (extra purestep[ray]): the cluster at ADDRESS, by default a local one",
+    )  # fmt: skip
+    group.add_argument("--ray-actors", type=int, default=1, metavar="N", help="engines")
+    group.add_argument("--ray-cpus", type=int, default=1, metavar="N", help="of each engine")
+    group.add_argument("--ray-gpus", type=float, default=0, metavar="X", help="of each engine")
 
 
 def _add_engine(group: Any) -> None:
@@ -233,22 +244,39 @@ def named_path(text: str) -> tuple[str, str]:
 
 def batch_command(args: argparse.Namespace) -> int:
     """`purestep batch`; see EXIT_CODES."""
-    progress = None
     try:
         job = batch_job(args)
-        program = batch_program(args)
-        say(memory_summary(program.config))
         progress = make_progress(args)
-    except (PurestepError, OSError) as error:
+        run = _on_ray(args, job, progress) if args.ray else _alone(args, job, progress)
+    except (PurestepError, OSError, ImportError) as error:
         say(f"purestep: {error}")
         return 2
-    code = _stopped_by(lambda: run_batch(program, job, progress))
+    code = _stopped_by(run)
     if progress.counts.steps or code != 2:
         say(progress.summary())
     if code == 0 and (failed := progress.counts.all_failed):
         say(f"{failed} lines of {job.output} are error records")
         return 1
     return code
+
+
+def _alone(args: argparse.Namespace, job: BatchJob, progress: Progress) -> Callable[[], object]:
+    if args.threads is not None:
+        torch.set_num_threads(args.threads)
+    program = (dry_program if job.dry_run else load_program)(args.model, **engine_options(args))
+    say(memory_summary(program.config))
+    return lambda: run_batch(program, job, progress)
+
+
+def _on_ray(args: argparse.Namespace, job: BatchJob, progress: Progress) -> Callable[[], object]:
+    import ray  # here, since nothing else needs it
+
+    from purestep.engine.ray_batch import Workers, run_batch_ray
+
+    ray.init(address=args.ray, ignore_reinit_error=True)
+    workers = Workers(count=args.ray_actors, num_cpus=args.ray_cpus, num_gpus=args.ray_gpus)
+    options, model = engine_options(args), str(args.model.resolve())
+    return lambda: run_batch_ray(model, options, job, workers, progress)
 
 
 def _stopped_by(run: Callable[[], object]) -> int:
@@ -298,8 +326,8 @@ def batch_job(args: argparse.Namespace) -> BatchJob:
     )
 
 
-def batch_program(args: argparse.Namespace) -> Program:
-    """The program that the options ask for."""
+def engine_options(args: argparse.Namespace) -> dict[str, Any]:
+    """The options of `load_program` that the command line gives."""
     options = {
         name: getattr(args, name)
         for name in (
@@ -308,11 +336,11 @@ def batch_program(args: argparse.Namespace) -> Program:
             "adapter_bytes", "lora_vocab",
         )
     }  # fmt: skip
-    if args.threads is not None:
-        torch.set_num_threads(args.threads)
-    options["prefix_caching"] = not args.no_prefix_caching
-    options["max_registered_adapters"] = max(args.max_registered_adapters, args.max_active_adapters)
-    return (dry_program if args.dry_run else load_program)(args.model, **options)
+    most = max(args.max_registered_adapters, args.max_active_adapters)
+    return options | {
+        "prefix_caching": not args.no_prefix_caching,
+        "max_registered_adapters": most,
+    }
 
 
 def make_progress(args: argparse.Namespace) -> Progress:

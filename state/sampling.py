@@ -266,4 +266,8 @@ def is_list(value: Any) -> bool:
 
 def is_unicode(text: str) -> bool:
     """Whether it can be written as bytes: JSON can hold half of a surrogate pair."""
-    return not any("\ud800" <= c <= "\udfff" for c in text)
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True

@@ -24,6 +24,8 @@ ALLOWED = {
         "safetensors",
         "tqdm",
         "PIL",
+        "lm_eval",
+        "ray",  # in the files named after them alone
     },
 }
 ARROWS = {

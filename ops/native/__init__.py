@@ -14,7 +14,7 @@ from torch import Tensor
 _KINDS = {"p": ctypes.c_void_p, "n": ctypes.c_int64, "f": ctypes.c_float}
 _ARGUMENTS = {  # of each function of cpu.c, but for the number of threads
     "linear": "ppppnnn",
-    "add_deltas": "ppppppppppnnnnnn",
+    "add_deltas": "ppppppppnnnnnn",
     "add_rms_norm": "pppppnnf",
     "rope_write": "pppppppnnnnnnf",
     "attend": "ppppppnnnnnnnnnf",
@@ -66,15 +66,13 @@ def add_deltas_(
     x_TD: Tensor,
     a_SPD: Tensor,
     b_PO: Tensor,
-    chunk_C: Tensor,
-    owner_P: Tensor,
-    slot_T: Tensor,
+    row_E: Tensor,
     span_X2: Tensor,
     token_XI: Tensor,
     out_sizes: Sequence[int],
 ) -> None:
     S, P, D = a_SPD.shape
-    tensors = y_TO, x_TD, a_SPD, b_PO, chunk_C, owner_P, slot_T, span_X2, token_XI
+    tensors = y_TO, x_TD, a_SPD, b_PO, row_E, span_X2, token_XI
     sizes = ctypes.addressof(_sizes(tuple(out_sizes)))
     _call("add_deltas", *tensors, sizes, S, *token_XI.shape, P, D, y_TO.shape[1])
 

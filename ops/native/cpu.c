@@ -24,7 +24,7 @@
 #define BLOCK 48    /* outputs that a thread takes at a time */
 #define KEYS 64     /* keys that a query meets at a time */
 #define RANKS 8     /* adapter rows that a token meets at a time */
-#define CHUNK 16    /* adapter rows, and token rows of one slot: see ops/lora_linear.py */
+#define CHUNK 16    /* adapter rows: see ops/lora_linear.py */
 #define SMALL 16384 /* numbers that are not worth a second thread */
 
 #define INLINE static inline __attribute__((always_inline))
@@ -228,13 +228,12 @@ void linear(const float *x, const float *w, const float *bias, float *y, i64 T, 
     }
 }
 
-/* y[T, O] += each token's own low-rank delta. Tile i of X holds up to I tokens of one slot in
-   token_XI[i * I...], -1 where it has no more; their adapter's rows are those of `owner_P` among
-   the chunks that entries span_X2[i + 1] of chunk_C name. a[S, P, D], b[P, O]; slice s of O is
-   `size_S[s]` wide. */
-void add_deltas(float *y, const float *x, const float *a, const float *b, const i32 *chunk_C,
-                const i32 *owner_P, const i32 *slot_T, const i32 *span_X2, const i32 *token_XI,
-                const i64 *size_S, i64 S, i64 X, i64 I, i64 P, i64 D, i64 O, int threads) {
+/* y[T, O] += each token's own low-rank delta. Tile i of X holds up to I tokens of one adapter in
+   token_XI[i * I...], -1 where it has no more; the adapter's rows are those that row_E names in
+   chunks span_X2[i + 1], but for -1. a[S, P, D], b[P, O]; slice s of O is `size_S[s]` wide. */
+void add_deltas(float *y, const float *x, const float *a, const float *b, const i32 *row_E,
+                const i32 *span_X2, const i32 *token_XI, const i64 *size_S, i64 S, i64 X, i64 I,
+                i64 P, i64 D, i64 O, int threads) {
     const i64 groups = I / ROWS;
     PARALLEL(schedule(dynamic))
     for (i64 item = 0; item < X * groups * S; item++) {
@@ -250,19 +249,14 @@ void add_deltas(float *y, const float *x, const float *a, const float *b, const 
             h[n] = hidden[n];
         }
         if (!n || span[0] == span[1]) continue;
-        i32 slot = slot_T[token[0]];
-        for (i64 c = span[0]; c < span[1]; c++) {
-            i64 p = (i64)chunk_C[c] * CHUNK, end = least(p + CHUNK, P), ranks;
-            for (; p < end; p += ranks) {
-                for (ranks = 0; ranks < RANKS && p + ranks < end; ranks++)
-                    if (owner_P[p + ranks] != slot) break;
-                if (!ranks) {
-                    ranks = 1; /* not this adapter's */
-                    continue;
-                }
-                dots(n, from, a + (s * P + p) * D, D, ranks, D, h, 0, 0);
-                mix(n, (const float *const *)h, ranks, b + p * O + left, O, size_S[s], to);
-            }
+        i64 e = (i64)span[0] * CHUNK, end = (i64)span[1] * CHUNK, ranks;
+        for (; e < end; e += ranks) {
+            i64 p = row_E[e];
+            ranks = 1;
+            if (p < 0) continue;
+            while (ranks < RANKS && e + ranks < end && row_E[e + ranks] == p + ranks) ranks++;
+            dots(n, from, a + (s * P + p) * D, D, ranks, D, h, 0, 0);
+            mix(n, (const float *const *)h, ranks, b + p * O + left, O, size_S[s], to);
         }
     }
 }

@@ -4,8 +4,10 @@ Llama-3-70B, 80 layers, hidden 8192, 64 query and 8 key/value heads of 128, MLP 
 128256, bf16 on 8 cards; 8 adapters of rank 16 on all seven projections.
 """
 
+import gc
 import json
 import math
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +32,7 @@ from purestep.models.checkpoint import tensor_shapes
 from purestep.models.families import model_config_from_hf
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.errors import ConfigError
-from tests.engine.tiny import checkpoint, tiny_program
+from tests.engine.tiny import checkpoint, prompt, request, run, tiny_program
 from tests.models.tiny import FAMILIES, make_model
 
 LLAMA_70B = LlamaConfig(
@@ -224,3 +226,25 @@ def test_the_largest_batch_fills_slots_and_rows() -> None:
     assert len(ledger.names) == program.config.max_active_adapters
     assert rows == program.config.lora_rows
     assert read_model_config(checkpoint()[0]) == program.config.model
+
+
+def test_engines_are_freed_and_do_not_meet() -> None:
+    """MO-06: three engines of different models, two of them alive at a time, in one process."""
+    alive: list[weakref.ref[Any]] = []
+    alone = {}
+    for turn in range(2):
+        for family in ("llama", "qwen2", "mistral"):
+            program, other = (
+                load_program(checkpoint(name)[0], device="cpu", dtype="float32", num_blocks=64)
+                for name in (family, "qwen3")
+            )
+            state, twin = init(program), init(other)
+            state, done = run(program, state, [request("x", prompt(1, 9))])
+            twin, _ = run(other, twin, [request("x", prompt(1, 9))])
+            said = done["x"].tokens.tolist()
+            assert alone.setdefault(family, said) == said, turn
+            owned = (program.params, other.params, state.device.pool, twin.device.pool)
+            alive += map(weakref.ref, owned)
+            del owned, program, state, other, twin, done
+    gc.collect()
+    assert not [ref for ref in alive if ref() is not None]

@@ -5,6 +5,7 @@ T token rows, D width, O output width, N query heads, K key/value heads, H head 
 adapter rows, V vocabulary.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -63,20 +64,18 @@ def deltas(
     owner_P = torch.tensor(owner, dtype=torch.int32)
     a_SPD, b_PO = random(len(sizes), P, D) * D**-0.5, random(P, sum(sizes), seed=1)
     a_SPD[:, owner_P < 0], b_PO[owner_P < 0] = NAN, NAN
-    padded = torch.nn.functional.pad(owner_P, (0, -P % CHUNK), value=-1).view(-1, CHUNK)
-    used = (padded >= 0).any(1).nonzero().flatten()
-    slots, spans, tokens = torch.tensor(slot_T, dtype=torch.int32), [(0, len(used))], []
+    places = [(owner_P == slot).nonzero().flatten() for slot in range(len(ranks))]
+    chunks = [torch.nn.functional.pad(p, (0, -len(p) % CHUNK), value=-1) for p in places]
+    ends = [0, *itertools.accumulate(len(c) // CHUNK for c in chunks)]
+    slots, spans, tokens = torch.tensor(slot_T), [(0, ends[-1])], []
     for slot in range(-1, len(ranks)):
-        mine = (padded[used] == slot).any(1).nonzero().flatten().tolist()
         for part in (slots == slot).nonzero().flatten().split(tile):
             if len(part):
-                spans.append((mine[0], mine[-1] + 1) if slot >= 0 else (0, 0))
+                spans.append((ends[slot], ends[slot + 1]) if slot >= 0 else (0, 0))
                 tokens.append(torch.nn.functional.pad(part, (0, tile - len(part)), value=-1))
     spans.append((0, 0))  # a tile that is not needed
     tokens.append(torch.full((tile,), -1))
-    chunk_C = torch.zeros(len(padded), dtype=torch.int32)
-    chunk_C[: len(used)] = used
-    parts = chunk_C, owner_P, slots, torch.tensor(spans), torch.stack(tokens)
+    parts = torch.cat(chunks), torch.tensor(spans), torch.stack(tokens)
     return Deltas(a_SPD, b_PO, *(part.int() for part in parts))
 
 
@@ -175,17 +174,18 @@ ODD = st.sampled_from([0.0, -0.0, 3.0, 3.0, -90.0, 200.0, INF, -INF, NAN])
 @example([[3.0] * 19, [-INF] * 19, [1.0] * 18 + [NAN], [-5.0] * 18 + [2.0]])
 def test_greedy_on_ties_and_what_is_no_number(rows: list[list[float]]) -> None:
     logits_SV = torch.tensor(rows)
-    token_S, logprob_S = greedy(logits_SV)
+    token_S, bits_S = greedy(logits_SV)
     assert token_S.tolist() == logits_SV.argmax(-1).tolist()
-    torch.testing.assert_close(logprob_S, score(logits_SV, token_S), equal_nan=True)
+    want_S = score(logits_SV, token_S.long())
+    torch.testing.assert_close(bits_S.view(torch.float32), want_S, equal_nan=True)
 
 
 @given(st.integers(1, 4), st.sampled_from([1, 5, 8, 127, 5000]))
 def test_greedy(S: int, V: int) -> None:
     logits_SV = random(S, V) * 5
-    token_S, logprob_S = with_threads(2, lambda: greedy(logits_SV))
+    token_S, bits_S = with_threads(2, lambda: greedy(logits_SV))
     assert token_S.tolist() == logits_SV.argmax(-1).tolist()
-    close(logprob_S, logits_SV.double().log_softmax(-1).amax(-1))
+    close(bits_S.view(torch.float32), logits_SV.double().log_softmax(-1).amax(-1))
 
 
 def test_other_formats_and_strides_are_not_taken() -> None:

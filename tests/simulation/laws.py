@@ -19,7 +19,7 @@ from purestep.state.adapters import check_adapters, has_place, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
-from purestep.state.media import embed_runs, group_embeds, overlap_groups
+from purestep.state.media import embed_runs, group_embeds, overlap_groups, rows_in_window
 from purestep.state.plan import StepPlan
 from purestep.state.request import Request, RequestState
 
@@ -396,20 +396,19 @@ def law_m_outputs_are_there(before: HostState, plan: StepPlan) -> None:
 
 def law_m_what_is_needed_stays(after: HostState, plan: StepPlan) -> None:
     """A row that stops within an item refers to its output, if the cache could hold that at all."""
-    spots = np.repeat(np.arange(len(plan.row_ids)), plan.count_R)
-    merged = {(plan.row_ids[spots[s.index_E[0]]], s.identifier) for s in plan.merges}
-    computed = dict(zip(after.rows.ids, after.rows.num_computed_R.tolist(), strict=True))
-    for key, name in merged:
-        if key not in computed:
+    ends = (plan.start_R + plan.count_R).tolist()
+    for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
+        if key not in after.rows.ids:
             continue
         features = after.requests[key].request.features
         for group in overlap_groups(features):
             if group_embeds(features, group) > after.encoder.capacity:
                 continue
             for i in group:
-                ahead = features[i].end > computed[key] and features[i].offset < computed[key]
-                if features[i].identifier == name and ahead:
-                    assert (key, i) in after.encoder.holders.get(name, ()), f"{key} let go of {i}"
+                first, last = rows_in_window(features[i], start, end)
+                if first < last and features[i].end > end:
+                    holders = after.encoder.holders.get(features[i].identifier, ())
+                    assert (key, i) in holders, f"{key} let go of item {i}"
 
 
 def law_m_least_recently_released(before: HostState, plan: StepPlan) -> None:

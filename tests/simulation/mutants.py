@@ -349,9 +349,8 @@ MUTANTS = (
     mutant(
         "the encoding of a preempted row is taken for done",
         Encoding.leave,
-        "        else:\n            del self._encodes[name]",
-        "        else:\n            del self._encodes[name]\n"
-        "            self.ledger = planned(self.ledger, name, item.num_embeds)",
+        "del self._encodes[name]",
+        "del self._encodes[name]; self.ledger = planned(self.ledger, name, item.num_embeds)",
     ),
     mutant(
         "a second reference to an output replaces the first",
