@@ -22,10 +22,12 @@ from purestep.state.sampling import is_int
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # AutoImageProcessor reads either
 PIXELS = ("min_pixels", "max_pixels")  # of Qwen's processors: edges of `size`
+ASKED = ("return_row_col_info",)  # Idefics3's tiles: how many rows and columns of them
 OPTIONS = (
     *PIXELS,
     "crop_size",
     "do_center_crop",
+    "do_image_splitting",
     "do_normalize",
     "do_pad",
     "do_rescale",
@@ -46,6 +48,7 @@ class ImageProcessor:
     call: Any  # (images=, return_tensors=, **options) -> mapping of tensors with a batch dimension
     identity: str  # digest of its class and settings
     options: tuple[str, ...]  # what a request may set
+    asked: Mapping[str, Any]  # what every call says beside these
 
     @property
     def name(self) -> str:
@@ -76,6 +79,7 @@ def make_image_processor(call: Any) -> ImageProcessor:
         call=call,
         identity=blake3(framed("purestep/image-processor/1", *parts)).hexdigest(),
         options=tuple(name for name in OPTIONS if name in known),
+        asked={name: True for name in ASKED if name in known},
     )
 
 
@@ -123,7 +127,9 @@ def process(
     _check_resized(processor, height, width, options, max_pixels, who)
     picture = Image.fromarray(pixels_HWC)  # PIL, or thin arrays would be taken for other layouts
     try:
-        return dict(processor.call(images=picture, return_tensors="pt", **options))
+        return dict(
+            processor.call(images=picture, return_tensors="pt", **processor.asked, **options)
+        )
     except Exception as error:  # the processors check sizes and options in their own ways
         raise MediaError(
             f"{who}: {processor.name} refuses {width} x {height} pixels"

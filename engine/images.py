@@ -15,7 +15,7 @@ from torch import Tensor
 from purestep.engine.embeds import checked_rows
 from purestep.engine.image_processor import checked_options, process
 from purestep.engine.pictures import decode_picture, encoded_bytes, is_encoded, read_picture
-from purestep.models.vision import marker_ids
+from purestep.models.vision import Words, marker_ids
 from purestep.state.errors import ConfigError, MediaError, RequestError
 from purestep.state.identity import alias, content_digest, identifier
 from purestep.state.media import Feature
@@ -205,7 +205,7 @@ def _lookup(
 
 def _item(program: "Program", found: Processed) -> Item:
     family, config, tensors = program.vision.family, program.vision.config, dict(found.tensors)
-    ids, is_embed = family.placeholder(config, tensors)
+    ids, is_embed = family.placeholder(config, tensors, _words(program))
     return Item(
         digest=found.digest,
         ids=ids,
@@ -213,6 +213,17 @@ def _item(program: "Program", found: Processed) -> Item:
         grid=family.grid(config, tensors),
         data=tensors,
     )
+
+
+def _words(program: "Program") -> Words:
+    def words(text: str) -> list[int]:
+        if program.tokenizer is None:
+            raise ConfigError(
+                f"the program has no tokenizer, but a picture's place has {text!r} in it"
+            )
+        return program.tokenizer.encode(text, add_special_tokens=False)
+
+    return words
 
 
 def _embedded(program: "Program", part: ImagePart, who: str) -> Item:

@@ -36,7 +36,9 @@ def encoder_peak_bytes(config: Config, vision: Vision, settings: Mapping[str, An
 
 def most_embeds(family: VisionFamily, geometry: Any, settings: Mapping[str, Any]) -> int:
     """The embeddings of the largest item that an image processor makes with these settings."""
-    ids, is_embed = family.placeholder(geometry, family.largest(geometry, settings))
+    ids, is_embed = family.placeholder(
+        geometry, family.largest(geometry, settings), lambda text: ()
+    )
     return len(ids) if is_embed is None else int(is_embed.sum())
 
 

@@ -17,6 +17,8 @@ DECODER_PREFIXES = (
     "model.language_model.",  # transformers since 4.52, saved from the model with the head
     "language_model.model.",  # before
     "language_model.",  # saved from the model without it
+    "model.text_model.",  # Idefics3
+    "text_model.",
 )
 
 Findings = dict[str, list[str]]  # what is wrong -> the items it is wrong with

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import (
+    Idefics3Config,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -17,11 +18,14 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
+    SmolVLMConfig,
 )
 
 from purestep.models.config import ModelConfig, RopeConfig
+from purestep.models.idefics3 import IDEFICS3
 from purestep.models.llava import LLAVA
 from purestep.models.llava_next import LLAVA_NEXT
+from purestep.models.pixtral import PIXTRAL
 from purestep.models.qwen2_5_vl import QWEN2_5_VL
 from purestep.models.qwen2_vl import QWEN2_VL
 from purestep.models.rope import ROPE_KINDS
@@ -37,11 +41,15 @@ FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
 }
 
 MULTIMODAL: dict[str, tuple[str, type[PretrainedConfig], VisionFamily]] = {
+    "idefics3": ("Idefics3ForConditionalGeneration", Idefics3Config, IDEFICS3),
     "llava": ("LlavaForConditionalGeneration", LlavaConfig, LLAVA),
     "llava_next": ("LlavaNextForConditionalGeneration", LlavaNextConfig, LLAVA_NEXT),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", Qwen2_5_VLConfig, QWEN2_5_VL),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", Qwen2VLConfig, QWEN2_VL),
+    "smolvlm": ("SmolVLMForConditionalGeneration", SmolVLMConfig, IDEFICS3),
 }
+# Towers that make another family of a LLaVA model.
+LLAVA_TOWERS = {"pixtral": PIXTRAL}
 # Language models with M-RoPE, which only multimodal models have, and the family they are else.
 WITH_MROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
 
@@ -119,6 +127,8 @@ def vision_config_from_hf(
     if family not in MULTIMODAL:
         return None
     functions = MULTIMODAL[family][2]
+    if family == "llava":
+        functions = LLAVA_TOWERS.get(hf.vision_config.model_type, functions)
     return functions, functions.read_config(hf)
 
 

@@ -16,6 +16,7 @@ from purestep.models.vision import (
     Shapes,
     Tensors,
     VisionFamily,
+    Words,
     as_many,
     marker_ids,
     owned_rows,
@@ -106,7 +107,7 @@ def square_pixels(tower: VitConfig, pixels: Tensor) -> Tensor:
     return pixels
 
 
-def placeholder(config: LlavaVision, item: Tensors) -> tuple[np.ndarray, None]:
+def placeholder(config: LlavaVision, item: Tensors, words: Words) -> tuple[np.ndarray, None]:
     return marker_ids(config.marker, config.num_rows), None
 
 

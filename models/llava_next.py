@@ -16,7 +16,7 @@ from transformers.image_processing_utils import select_best_resolution
 
 from purestep.models import llava
 from purestep.models.llava import LlavaParams, LlavaVision
-from purestep.models.vision import Shapes, Tensors, VisionFamily, as_many, marker_ids
+from purestep.models.vision import Shapes, Tensors, VisionFamily, Words, as_many, marker_ids
 from purestep.models.vit import UNREAD
 from purestep.state.errors import CheckpointError, RequestError
 from purestep.state.pytree import tree
@@ -99,7 +99,7 @@ def kept(config: LlavaNextVision, size_2: Tensor) -> tuple[int, int, int, int]:
     return 0, high, border, wide - border
 
 
-def placeholder(config: LlavaNextVision, item: Tensors) -> tuple[np.ndarray, None]:
+def placeholder(config: LlavaNextVision, item: Tensors, words: Words) -> tuple[np.ndarray, None]:
     top, bottom, left, right = kept(config, item["image_sizes"])
     unpadded = (bottom - top) * (right - left + 1)  # each row ends with a newline
     return marker_ids(config.tile.marker, config.tile.num_rows + unpadded), None

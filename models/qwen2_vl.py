@@ -154,7 +154,9 @@ QWEN2_VL = VisionFamily(
     load_params=load_params,
     marker=lambda config: config.marker,
     item=lambda config, processed: qwen_patches.item(config.patches, processed),
-    placeholder=lambda config, item: qwen_patches.placeholder(config.marker, config.patches, item),
+    placeholder=lambda config, item, words: qwen_patches.placeholder(
+        config.marker, config.patches, item
+    ),
     encode=encode,
     grid=lambda config, item: grid_of(item),
     merge=lambda config: config.merge_size,

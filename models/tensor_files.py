@@ -15,11 +15,13 @@ from torch import Tensor
 from purestep.state.errors import CheckpointError
 
 FLOATS = ("F16", "BF16", "F32", "F64")
-TOWER = re.compile(r"(?:vision_tower|multi_modal_projector|visual)\..+|image_newline")
+TOWER = re.compile(
+    r"(?:vision_tower|vision_model|multi_modal_projector|connector|visual)\..+|image_newline"
+)
 
 _TOWER_PREFIX = re.compile(rf"(?:model\.)?(?={TOWER.pattern})")
 _DECODER_PREFIX = re.compile(
-    r"model\.language_model\.|language_model\.model\.|language_model\.|model\."
+    r"model\.(?:language|text)_model\.|language_model\.model\.|(?:language|text)_model\.|model\."
 )
 _FREQUENCIES = ("rotary_emb.inv_freq", "rotary_pos_emb.inv_freq")  # written by old transformers
 
@@ -30,7 +32,7 @@ def plain_name(stored: str) -> str:
     """A tensor's name without what wraps the decoder, the tower or CLIP's model in a layout."""
     if match := _TOWER_PREFIX.match(stored):
         name = stored[match.end() :]
-        return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+        return re.sub(r"^(?:vision_tower\.)?vision_model\.", "vision_tower.", name)
     match = _DECODER_PREFIX.match(stored)
     return stored[match.end() :] if match else stored
 

@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 
 Tensors = Mapping[str, Tensor]  # the processor's tensors of one item, without a batch dimension
 Shapes = dict[str, tuple[int, ...]]  # by the tensors' names in a checkpoint
+Words = Callable[[str], Sequence[int]]  # a text's ids by the tokenizer, nothing added
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,9 @@ class VisionFamily:
     # (config, what AutoImageProcessor returns for one image as tensors) -> the item's tensors, on
     # the host; RequestError where a processor option makes what the tower cannot take
     item: Callable[[Any, Tensors], Tensors]
-    # (config, item) -> (ids int32 [n], is_embed bool [n] or None): what replaces the marker
-    placeholder: Callable[[Any, Tensors], tuple[np.ndarray, np.ndarray | None]]
+    # (config, item, words) -> (ids int32 [n], is_embed bool [n] or None): what replaces the marker;
+    # of `words` it asks for the texts that stand between an item's rows
+    placeholder: Callable[[Any, Tensors, Words], tuple[np.ndarray, np.ndarray | None]]
     # (params, config, items) -> one [E, D] tensor an item, which owns its memory, on the device of
     # the params; whatever shapes stand beside it
     encode: Callable[[Any, Any, Sequence[Tensors]], list[Tensor]]
@@ -69,6 +71,14 @@ def working_numbers(
 def marker_ids(marker: int, count: int) -> np.ndarray:
     """A placeholder that is the marker `count` times."""
     return np.full(count, marker, np.int32)
+
+
+def woven(marker: int, parts: Sequence[int | Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """A placeholder of rows and of texts between them, as (ids int32 [n], is_embed bool [n]): a
+    part is a number of rows, or the ids of a text."""
+    ids = [np.full(p, marker) if isinstance(p, int) else np.array(p, int) for p in parts]
+    is_embed = [np.full(len(x), isinstance(p, int)) for x, p in zip(ids, parts, strict=True)]
+    return np.concatenate(ids).astype(np.int32), np.concatenate(is_embed)
 
 
 def owned_rows(rows_ED: Tensor, counts: Sequence[int]) -> list[Tensor]:

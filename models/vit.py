@@ -23,6 +23,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
     "relu": F.relu,
     "silu": F.silu,
 }
+TOWERS = ("clip_vision_model", "siglip_vision_model", "idefics3_vision", "smolvlm_vision")
 UNREAD = (  # the layers above the one whose states are taken, and what pools them
     r"vision_tower\.(?:encoder\.layers\.\d+|post_layernorm|head)\..+"
     r"|vision_tower\.embeddings\.position_ids"
@@ -80,10 +81,9 @@ class VitParams:
 def vit_config(hf: PretrainedConfig, taken: int | list[int]) -> VitConfig:
     """The geometry of a tower of which the hidden states `taken` are wanted, counted as
     transformers does, from the end too. Raises CheckpointError for another kind of tower."""
-    if hf.model_type not in ("clip_vision_model", "siglip_vision_model"):
+    if hf.model_type not in TOWERS:
         raise CheckpointError(
-            f"vision tower {hf.model_type!r} is not supported, only clip_vision_model and "
-            "siglip_vision_model"
+            f"vision tower {hf.model_type!r} is not supported, only {', '.join(TOWERS)}"
         )
     states = hf.num_hidden_layers + 1
     chosen = [taken] if isinstance(taken, int) else taken

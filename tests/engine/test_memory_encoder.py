@@ -79,6 +79,8 @@ def test_no_pictures_of_a_step_are_heavier(kind: str) -> None:
     family, geometry = model.vision.family, model.vision.config
     settings = model.processor.to_dict()
     for size in SIZES:
+        if kind == "pixtral" and max(size) > 70 * min(size):
+            continue  # its processor refuses pictures that thin
         item = model.item(picture(*size))
         assert model.count(item) <= most_embeds(family, geometry, settings)
         for limit in (model.count(item), 100, 1000):

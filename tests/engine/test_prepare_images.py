@@ -36,7 +36,7 @@ from tests.engine.tiny_images import (
     image_program,
     spans,
 )
-from tests.models.tiny_vision import SIDE, load, picture
+from tests.models.tiny_vision import SIDE, load, picture, processed
 
 KINDS = ("llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl")
 SIZES = [  # width, height
@@ -78,7 +78,7 @@ def test_tensors_and_counts_are_those_of_transformers(kind: str, size: tuple[int
 
 def greedy_by_transformers(kind: str, tokens: list[int], images: list[Image.Image]) -> list[int]:
     model, prompt = load(kind), torch.tensor([tokens])
-    given = dict(model.processor(images=images, return_tensors="pt"))
+    given = processed(model, images)
     if "qwen" in kind:
         given["mm_token_type_ids"] = (prompt == model.marker).int()
     out = model.oracle.generate(
@@ -87,7 +87,7 @@ def greedy_by_transformers(kind: str, tokens: list[int], images: list[Image.Imag
     return out[0, len(tokens) :].tolist()
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, "idefics3", "smolvlm", "pixtral"])
 def test_from_a_picture_to_the_right_token(kind: str) -> None:
     """Image first, in the midst, last; a broken picture beside them hurts its own request alone
     (MP-08)."""

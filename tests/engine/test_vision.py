@@ -15,7 +15,7 @@ from purestep.state.media import Feature
 from tests.engine.tiny import run
 from tests.models.tiny_vision import Part, expected, load, picture
 
-KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl")
+KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "idefics3", "pixtral")
 NEW = 4
 ONE, TWO = picture(60, 45), picture(45, 60, seed=1)
 PROMPTS: dict[str, list[Part]] = {
@@ -51,18 +51,20 @@ def asked(kind: str, name: str) -> Request:
             continue
         item = model.item(part)
         identity = f"{part.size}"
+        ids, is_embed = model.placeholder(item)
         features.append(
             Feature(
                 modality="image",
                 digest=identity,
                 identifier=identity,
                 offset=len(tokens),
-                length=model.count(item),
+                length=len(ids),
+                is_embed=is_embed,
                 grid=model.vision.family.grid(model.vision.config, item),
                 data=item,
             )
         )
-        tokens += [model.marker] * model.count(item)
+        tokens += ids.tolist()
     sampling = SamplingParams(temperature=0, max_tokens=NEW, ignore_eos=True)
     return Request(id=name, tokens=tokens, features=tuple(features), sampling=sampling)
 

@@ -33,16 +33,26 @@ IMAGES_FIRST = (
 )
 
 
+NAMES = (  # that Idefics3 puts between the rows of a picture
+    "<fake_token_around_image>",
+    "<global-img>",
+    *(f"<row_{row}_col_{col}>" for row in (1, 2) for col in (1, 2)),
+)
+
+
 def ascii_tokenizer(marker: int) -> PreTrainedTokenizerFast:
-    """One id for each printable byte, from 3 on, and `<image>`."""
+    """One id for each printable byte, from 3 on, `<image>` and NAMES."""
     letters = [c for c, b in byte_alphabet().items() if 0x20 <= b < 0x7F or b == 0x0A]
     vocabulary = {c: n for n, c in enumerate(letters, 3)} | {"<image>": marker}
+    vocabulary |= {name: n for n, name in enumerate(NAMES, len(vocabulary) + 3)}
     backend = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
     tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=backend, extra_special_tokens={"image_token": "<image>"}
+        tokenizer_object=backend,
+        extra_special_tokens={"image_token": "<image>"},
     )
+    tokenizer.add_tokens(list(NAMES), special_tokens=True)
     tokenizer.chat_template = PARTS
     return tokenizer
 

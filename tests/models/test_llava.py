@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import CLIPVisionConfig, LlavaConfig, PixtralVisionConfig
+from transformers import CLIPVisionConfig, LlavaConfig, ViTConfig
 
 from purestep.models.families import vision_config_from_hf
 from purestep.models.llava import LLAVA
@@ -16,6 +16,7 @@ from tests.models.tiny_vision import (
     llava,
     load,
     picture,
+    words,
 )
 
 KINDS = ["llava", "llava-layers", "llava-bare", "llava-siglip"]
@@ -64,7 +65,7 @@ def test_number_of_rows(side: int, patch: int, strategy: str, clip: int, siglip:
         _, config = vision_config_from_hf(
             LlavaConfig(vision_config=tower, vision_feature_select_strategy=strategy)
         )
-        ids, is_embed = LLAVA.placeholder(config, LLAVA.largest(config, {}))
+        ids, is_embed = LLAVA.placeholder(config, LLAVA.largest(config, {}), words)
         assert ids.tolist() == [32000] * rows
         assert is_embed is None
 
@@ -96,14 +97,14 @@ def test_pixels_of_another_size_are_refused() -> None:
 @pytest.mark.parametrize(
     ("config", "match"),
     [
-        (llava(PixtralVisionConfig()), "'pixtral' is not supported, only clip_vision_model"),
+        (llava(ViTConfig()), "'vit' is not supported, only clip_vision_model"),
         (llava(CLIPVisionConfig(**TOWER | {"hidden_act": "tanh"})), "activation 'tanh'"),
         (llava(CLIPVisionConfig(**TOWER), projector_hidden_act="mish"), "activation 'mish'"),
         (llava(CLIPVisionConfig(**TOWER), vision_feature_layer=4), "vision_feature_layer=4.*4"),
         (llava(CLIPVisionConfig(**TOWER), vision_feature_layer=[-2, -5]), r"\[-2, -5\]"),
         (llava(CLIPVisionConfig(**TOWER | {"image_size": [28, 56]})), r"image_size \[28, 56\]"),
     ],
-    ids=["pixtral", "tower", "projector", "beyond", "before", "oblong"],
+    ids=["kind", "tower", "projector", "beyond", "before", "oblong"],
 )
 def test_unsupported_towers_are_named(config: LlavaConfig, match: str) -> None:
     with pytest.raises(CheckpointError, match=match):

@@ -22,6 +22,7 @@ from tests.models.tiny_vision import (
     load,
     next_config,
     picture,
+    words,
 )
 
 KINDS = ["llava_next", "llava_next-siglip"]
@@ -72,7 +73,7 @@ def real() -> LlavaNextVision:
 
 def rows_of(config: LlavaNextVision, height: int, width: int) -> int:
     item = {"image_sizes": torch.tensor([height, width])}
-    ids, is_embed = LLAVA_NEXT.placeholder(config, item)
+    ids, is_embed = LLAVA_NEXT.placeholder(config, item, words)
     assert is_embed is None
     return len(ids)
 

@@ -19,11 +19,15 @@ from torch import Tensor
 from transformers import (
     AutoImageProcessor,
     CLIPVisionConfig,
+    Idefics3Config,
+    Idefics3ForConditionalGeneration,
     LlamaConfig,
     LlavaConfig,
     LlavaForConditionalGeneration,
     LlavaNextConfig,
     LlavaNextForConditionalGeneration,
+    MistralConfig,
+    PixtralVisionConfig,
     PretrainedConfig,
     PreTrainedModel,
     Qwen2_5_VLConfig,
@@ -31,6 +35,8 @@ from transformers import (
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
     SiglipVisionConfig,
+    SmolVLMConfig,
+    SmolVLMForConditionalGeneration,
 )
 
 from purestep.models.checkpoint import load_checkpoint, load_vision
@@ -81,6 +87,38 @@ QWEN25_TOWER = {
     "window_size": 84,
     "fullatt_block_indexes": [1],
 }
+# Tiles of 4 rows each, up to 2 x 2 of them.
+SPLIT = {
+    "image_processor_type": "Idefics3ImageProcessor",
+    "size": {"longest_edge": 2 * SIDE},
+    "max_image_size": {"longest_edge": SIDE},
+    "return_row_col_info": True,
+}
+PIXTRAL = {
+    "image_processor_type": "PixtralImageProcessor",
+    "size": {"longest_edge": 5 * PATCH},
+    "patch_size": {"height": PATCH, "width": PATCH},
+}
+
+
+def words(text: str) -> list[int]:
+    """Ids of a text, without a tokenizer: of its last letters."""
+    return [3 + ord(letter) % 90 for letter in text[-3:]]
+
+
+def tiled(config_class: type) -> PretrainedConfig:
+    return config_class(
+        vision_config=TOWER, text_config=LlamaConfig(**SIZES), image_token_id=MARKER, scale_factor=2
+    )
+
+
+def pixtral(**fields: Any) -> LlavaConfig:
+    return LlavaConfig(
+        vision_config=PixtralVisionConfig(**TOWER),
+        text_config=MistralConfig(**SIZES, sliding_window=None, head_dim=8),
+        image_token_index=MARKER,
+        **{"vision_feature_layer": -1, "vision_feature_select_strategy": "full", **fields},
+    )
 
 
 def qwen(config_class: type, tower: dict[str, Any], **text: Any) -> PretrainedConfig:
@@ -125,6 +163,13 @@ def kinds() -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig, dict[str
             next_config(siglip, vision_feature_select_strategy="full"),
             TILED,
         ),
+        "idefics3": (Idefics3ForConditionalGeneration, tiled(Idefics3Config), SPLIT),
+        "smolvlm": (
+            SmolVLMForConditionalGeneration,
+            tiled(SmolVLMConfig),
+            {**SPLIT, "image_processor_type": "SmolVLMImageProcessor"},
+        ),
+        "pixtral": (LlavaForConditionalGeneration, pixtral(), PIXTRAL),
         "qwen2_vl": (Qwen2VLForConditionalGeneration, qwen(Qwen2VLConfig, QWEN2_TOWER), QWEN),
         "qwen2_vl-tied": (
             Qwen2VLForConditionalGeneration,
@@ -164,12 +209,19 @@ class Loaded:
             self.vision.config, self.processor(images=image, return_tensors="pt")
         )
 
-    def count(self, item: Tensors) -> int:
-        ids, is_embed = self.vision.family.placeholder(self.vision.config, item)
-        assert is_embed is None
-        assert (ids == self.marker).all()
+    def placeholder(self, item: Tensors) -> tuple[np.ndarray, np.ndarray | None]:
+        ids, is_embed = self.vision.family.placeholder(self.vision.config, item, words)
         assert ids.dtype == np.int32
-        return len(ids)
+        if is_embed is None:
+            assert (ids == self.marker).all()
+        else:
+            assert is_embed.dtype == bool
+            assert np.array_equal(is_embed, ids == self.marker)
+        return ids, is_embed
+
+    def count(self, item: Tensors) -> int:
+        """Its rows."""
+        return int((self.placeholder(item)[0] == self.marker).sum())
 
     @torch.inference_mode()
     def encode(self, items: Sequence[Tensors]) -> list[Tensor]:
@@ -215,21 +267,32 @@ def picture(width: int, height: int, seed: int = 0) -> Image.Image:
 Part = Image.Image | Sequence[int]  # of a prompt: a picture, or text
 
 
+def processed(model: Loaded, images: Sequence[Image.Image]) -> dict[str, Any]:
+    """What the model takes of several images."""
+    given = dict(model.processor(images=images, return_tensors="pt"))
+    return {name: value for name, value in given.items() if name not in ("rows", "cols")}
+
+
 @torch.inference_mode()
 def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, list[Tensor]]:
     """transformers' word on a prompt: ids, logits [L, V], and the rows of its images. Its models
     refuse ids in which the number of markers is not the number of rows."""
     images = [part for part in parts if isinstance(part, Image.Image)]
-    given = dict(model.processor(images=images, return_tensors="pt")) if images else {}
+    given = processed(model, images) if images else {}
     rows = list(model.oracle.model.get_image_features(**given).pooler_output) if images else []
-    lengths = iter(map(len, rows))
-    ids = [
-        token
-        for part in parts
-        for token in (
-            [model.marker] * next(lengths) if isinstance(part, Image.Image) else list(part)
-        )
-    ]
+    own = [model.placeholder(model.item(image)) for image in images]
+    if any(is_embed is not None for _, is_embed in own):  # their word on these is another test
+        placeholders = [ids.tolist() for ids, _ in own]
+        rows = list(torch.cat(rows).split([ids.count(model.marker) for ids in placeholders]))
+    else:
+        placeholders = [[model.marker] * len(found) for found in rows]
+    ids: list[int] = []
+    left = iter(placeholders)
+    for part in parts:
+        if isinstance(part, Image.Image):
+            ids += next(left)
+        else:
+            ids += part
     tokens = torch.tensor([ids])
     if images and model.config.rope.sections:
         given["mm_token_type_ids"] = (tokens == model.marker).int()
@@ -252,11 +315,11 @@ def computed(
     for part in parts:
         if isinstance(part, Image.Image):
             item = next(left)
-            count = model.count(item)
+            own, _ = model.placeholder(item)
             grid = model.vision.family.grid(model.vision.config, item)
             media.append((len(ids), grid))
-            places += range(len(ids), len(ids) + count)
-            ids += [model.marker] * count
+            places += (len(ids) + np.flatnonzero(own == model.marker)).tolist()
+            ids += own.tolist()
         else:
             ids += part
     positions = None
