@@ -19,9 +19,10 @@ from purestep.engine.batch_rows import Row, custom_id_of, read_object, row_of
 from purestep.engine.dry_run import dry_step
 from purestep.engine.generate import generate
 from purestep.engine.loader import Resolver
-from purestep.engine.prepare import prepare
+from purestep.engine.prepare import prepare_cached
 from purestep.engine.program import Program
-from purestep.state.errors import BatchFileError, BatchLineError, RequestError
+from purestep.state.errors import BatchFileError, BatchLineError, MediaError, RequestError
+from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
 from purestep.state.request import Completion, FinishReason, Request
 from purestep.state.sampling import GREEDY_BELOW, SamplingParams
 
@@ -36,6 +37,7 @@ class BatchJob:
     adapters: Mapping[str, str] = field(default_factory=dict)
     resolver: Resolver | None = None
     media: MediaRule | None = None  # by default files below the input's folder
+    image_cache_bytes: int = 256 << 20  # of pictures that lines have in common, processed once
     window: int = 1024  # lines that are brought into an order
     max_tokens: int = 256  # of a line that does not say
     max_line_bytes: int = 64 << 20
@@ -134,7 +136,8 @@ def fail(
 ) -> None:
     """Write an error record; with `strict`, raise BatchLineError instead."""
     if not isinstance(error, BatchLineError):
-        error = BatchLineError("invalid_request", str(error))
+        code = "media_invalid" if isinstance(error, MediaError) else "invalid_request"
+        error = BatchLineError(code, str(error))
     if job.strict:
         where = f"{job.input}, line {line.number}: {error}"
         raise BatchLineError(error.code, where, error.status) from error
@@ -167,11 +170,12 @@ def run_lines(
 
 @dataclass(frozen=True, slots=True)
 class _Pending:
-    """A line in the engine."""
+    """A line in the engine, without the tensors of its pictures."""
 
     line: Line
     row: Row
-    request: Request
+    tokens: Sequence[int]  # of its prompt
+    num_samples: int
     samples: dict[int, Completion] = field(default_factory=dict)
 
 
@@ -188,16 +192,19 @@ class _Run:
 
     def requests(self, lines: Iterable[OpenLine]) -> Iterator[Request]:
         """The requests of the lines, in the order of their windows; bad ones are recorded."""
-        rows = self._rows(lines)
+        rows, cache = self._rows(lines), empty_processor_cache(self.job.image_cache_bytes)
         while window := list(islice(rows, self.job.window)):
             window.sort(key=lambda item: item[1].locality)
             for line, row in window:
                 try:
-                    request = request_of(self.program, self.job, f"line-{line.number}", row)
+                    cache, request = request_of(
+                        self.program, cache, self.job, f"line-{line.number}", row
+                    )
                 except (BatchLineError, RequestError) as error:
                     self._fail(line, row.custom_id, error)
                     continue
-                self.pending[request.id] = _Pending(line, row, request)
+                n = request.sampling.n
+                self.pending[request.id] = _Pending(line, row, request.tokens, n)
                 yield request
 
     def _rows(self, lines: Iterable[OpenLine]) -> Iterator[tuple[Line, Row]]:
@@ -220,12 +227,12 @@ class _Run:
             self._fail(pending.line, pending.row.custom_id, error)
             return
         pending.samples[completion.index] = completion
-        if len(pending.samples) < pending.request.sampling.n:
+        if len(pending.samples) < pending.num_samples:
             return
         del self.pending[completion.id]
         line, row = pending.line, pending.row
         samples = [sample for _, sample in sorted(pending.samples.items())]
-        record = self.maker.done(line.number, line.digest, row, pending.request.tokens, samples)
+        record = self.maker.done(line.number, line.digest, row, pending.tokens, samples)
         self.results.write(line, encoded(record), failed=False)
         self.progress.end(failed=False)
 
@@ -233,23 +240,23 @@ class _Run:
         fail(self.job, self.results, self.progress, line, custom_id, error)
 
 
-def request_of(program: Program, job: BatchJob, request_id: str, row: Row) -> Request:
-    """The request that a row asks for. What the row leaves open is as the checkpoint's
-    generation_config.json has it. Raises BatchLineError."""
+def request_of(
+    program: Program, cache: ProcessorCache, job: BatchJob, request_id: str, row: Row
+) -> tuple[ProcessorCache, Request]:
+    """The cache that knows a row's pictures, and the request that it asks for. What the row leaves
+    open is as the checkpoint's generation_config.json has it. Raises BatchLineError, RequestError.
+    """
     _check_adapter(job, row)
     prompt = row.prompt
     if row.images:
         prompt = with_pictures(job.media or MediaRule(folder=job.input.parent), prompt)
-        if not takes_images(program):
+        if program.vision is None:
             raise BatchLineError("modality_not_supported", "this model takes no images")
     sampling = _sampling(program.defaults, job, row)
-    if not isinstance(prompt, str) and not any(isinstance(m, Mapping) for m in prompt):
-        return Request(
-            id=request_id, tokens=prompt, adapter=row.adapter, salt=row.salt, sampling=sampling
-        )
     try:
-        return prepare(
+        return prepare_cached(
             program,
+            cache,
             prompt,
             id=request_id,
             adapter=row.adapter,
@@ -262,11 +269,6 @@ def request_of(program: Program, job: BatchJob, request_id: str, row: Row) -> Re
     except Exception as error:  # a chat template raises what it likes
         why = f"{type(error).__name__}: {error}"
         raise BatchLineError("invalid_request", f"the prompt cannot be prepared: {why}") from error
-
-
-def takes_images(program: Program) -> bool:
-    """Whether the program has an encoder of images."""
-    return getattr(program, "vision", None) is not None
 
 
 def with_pictures(

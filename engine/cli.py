@@ -147,6 +147,10 @@ def _add_media(group: Any) -> None:
     )  # fmt: skip
     group.add_argument("--allow-remote", action="store_true", help="fetch http and https URLs")
     group.add_argument("--max-image-bytes", type=size, default=20 << 20, metavar="BYTES")
+    group.add_argument(
+        "--image-cache-bytes", type=size, default=256 << 20, metavar="BYTES",
+        help="of processed pictures, so that one that many lines show is processed once",
+    )  # fmt: skip
     group.add_argument("--remote-seconds", type=float, default=10.0, metavar="S")
 
 
@@ -328,6 +332,7 @@ def batch_job(args: argparse.Namespace) -> BatchJob:
             max_bytes=args.max_image_bytes,
             timeout_s=args.remote_seconds,
         ),
+        image_cache_bytes=args.image_cache_bytes,
         window=args.window,
         max_tokens=args.max_tokens,
         max_line_bytes=args.max_line_bytes,

@@ -13,13 +13,14 @@ import numpy as np
 
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
-from purestep.engine.memory_plan import read_model_config
+from purestep.engine.memory_plan import read_model_config, read_tower
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.prepare import load_tokenizer
 from purestep.engine.program import Program, make_program
 from purestep.engine.schedule import schedule
 from purestep.engine.step import idle_outputs
 from purestep.models.checkpoint import generation_defaults, stop_ids
+from purestep.models.vision import Vision
 from purestep.state.engine import EngineState, drop_blobs
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.request import frozen
@@ -35,6 +36,9 @@ def dry_program(path: str | os.PathLike, **options: Any) -> Program:
     folder = Path(path)
     options |= {"device": "cpu", "dtype": "float32", "compile": False}
     options.setdefault("defaults", SamplingParams(**generation_defaults(folder)))
+    if options.get("image_limit") != 0 and (tower := read_tower(folder)) is not None:
+        options["vision"] = Vision(family=tower.family, config=tower.config, params=None)
+        options.setdefault("image_processor", tower.processor)
     return make_program(
         read_model_config(folder),
         None,

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from purestep.engine.image_processor import load_image_processor
+from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import (
     activation_bytes,
     check_tp,
@@ -56,7 +56,12 @@ class Tower:
 
     family: VisionFamily
     config: Any
-    settings: Mapping[str, Any]  # the image processor's
+    processor: ImageProcessor | None
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The image processor's."""
+        return {} if self.processor is None else self.processor.call.to_dict()
 
 
 def read_model_config(path: str | os.PathLike) -> ModelConfig:
@@ -69,9 +74,7 @@ def read_tower(path: str | os.PathLike) -> Tower | None:
     found = vision_config_from_hf(_read_config(path))
     if found is None:
         return None
-    processor = load_image_processor(Path(path))
-    settings = {} if processor is None else processor.call.to_dict()
-    return Tower(family=found[0], config=found[1], settings=settings)
+    return Tower(family=found[0], config=found[1], processor=load_image_processor(Path(path)))
 
 
 def _read_config(path: str | os.PathLike) -> dict[str, Any]:

@@ -1,0 +1,127 @@
+"""Images in batch files: each line gets what its request gets alone, or an error of its own."""
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+from PIL import Image
+
+from purestep.engine import batch as batch_module
+from purestep.engine import cli, empty_processor_cache, init, prepare
+from purestep.state.sampling import SamplingParams
+from tests.engine.batch_fixtures import error_of, read_records, write_lines
+from tests.engine.tiny import run
+from tests.engine.tiny_images import folder, image_program
+from tests.models.tiny_vision import picture
+
+ONE, TWO = picture(60, 45), picture(45, 60, seed=1)
+QUESTION = {"type": "text", "text": "what is it?"}
+
+
+def png(image: Image.Image) -> bytes:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return file.getvalue()
+
+
+def part(source: str) -> dict[str, Any]:
+    return {"type": "image_url", "image_url": {"url": source}}
+
+
+def chat(custom_id: str, *parts: dict[str, Any]) -> dict[str, Any]:
+    body = {"model": "base", "messages": [{"role": "user", "content": list(parts)}]}
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": body | {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": True},
+    }
+
+
+def batch(kind: str, job: Path, lines: list[Any], *options: str) -> tuple[int, dict[int, Any]]:
+    write_lines(job / "in.jsonl", lines)
+    files = [str(folder(kind)), str(job / "in.jsonl"), str(job / "out.jsonl")]
+    sizes = ["--model-name=base", "--max-rows=4", "--num-blocks=64", "--device=cpu"]
+    return cli.main(["batch", *files, *sizes, *options]), read_records(job / "out.jsonl")
+
+
+def alone(kind: str, *parts: Any) -> list[float]:
+    """The logprobs of a request of its own."""
+    program = image_program(kind)
+    content = [{"type": "image", "image": p} if isinstance(p, Image.Image) else p for p in parts]
+    sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
+    asked = prepare(program, [{"role": "user", "content": content}], id="a", sampling=sampling)
+    return run(program, init(program), [asked])[1]["a"].logprobs.tolist()
+
+
+def logprobs_of(record: dict[str, Any]) -> list[float]:
+    if "outputs" in record:
+        return [next(iter(token.values())) for token in record["outputs"][0]["logprobs"]]
+    tokens = record["response"]["body"]["choices"][0]["logprobs"]["content"]
+    return [token["logprob"] for token in tokens]
+
+
+@pytest.mark.parametrize("kind", ["llava", "qwen2_vl"])
+def test_lines_with_images_and_lines_that_fail(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Paths, data URLs and the plain form; a picture that many lines show is processed once."""
+    (tmp_path / "one.png").write_bytes(png(ONE))
+    (tmp_path / "torn.png").write_bytes(png(ONE)[:200])
+    data = f"data:image/png;base64,{base64.b64encode(png(TWO)).decode()}"
+    caches = [empty_processor_cache(0)]
+    prepared = batch_module.prepare_cached
+
+    def noted(*args: Any, **options: Any) -> Any:
+        found = prepared(*args, **options)
+        caches.append(found[0])
+        return found
+
+    monkeypatch.setattr(batch_module, "prepare_cached", noted)
+    plain = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 0}
+    lines = [
+        chat("path", part("one.png"), QUESTION),
+        chat("both", part("one.png"), QUESTION, part(data)),
+        {"custom_id": "plain", "prompt": QUESTION["text"], "images": ["one.png"], **plain},
+        chat("torn", part("torn.png"), QUESTION),
+        chat("text", {"type": "text", "text": "<image> is text"}),
+        {"custom_id": "place", "prompt": "a <image> place", **plain},
+        {"custom_id": "ids", "prompt": [5, image_program(kind).vision.config.marker], **plain},
+    ]
+    code, records = batch(kind, tmp_path, lines)
+    assert code == 1
+    said = {
+        record["custom_id"]: logprobs_of(record)
+        for record in records.values()
+        if record["error"] is None
+    }
+    about_one = pytest.approx(alone(kind, ONE, QUESTION), abs=1e-5)
+    assert said["path"] == said["plain"] == about_one
+    assert said["both"] == pytest.approx(alone(kind, ONE, QUESTION, TWO), abs=1e-5)
+    assert said["both"] != about_one
+    assert sorted(said) == ["both", "path", "plain", "text"]
+    assert error_of(records[4])[0] == "media_invalid"
+    assert "image 1" in error_of(records[4])[1]
+    for line in (6, 7):
+        assert error_of(records[line])[0] == "media_invalid"
+        assert "1 place" in error_of(records[line])[1]
+    assert (caches[-1].num_misses, caches[-1].num_hits) == (2, 2)
+    usage = records[1]["response"]["body"]["usage"]
+    assert usage["prompt_tokens"] > 16, "placeholders are tokens"
+
+
+def test_a_dry_run_knows_images(tmp_path: Path) -> None:
+    """It counts their tokens, and finds what is wrong with them."""
+    (tmp_path / "one.png").write_bytes(png(ONE))
+    (tmp_path / "torn.png").write_bytes(b"no picture")
+    lines = [chat(name, part(f"{name}.png"), QUESTION) for name in ("one", "torn")]
+    code, records = batch("llava", tmp_path, lines, "--dry-run")
+    assert code == 1
+    dry = records[1]["response"]["body"]["usage"]
+    assert error_of(records[2])[0] == "media_invalid"
+    (tmp_path / "out.jsonl").unlink()
+    _, records = batch("llava", tmp_path, lines)
+    assert records[1]["response"]["body"]["usage"]["prompt_tokens"] == dry["prompt_tokens"]
+    assert error_of(records[2])[0] == "media_invalid"
