@@ -10,7 +10,7 @@ import numpy as np
 from immutables import Map
 
 from purestep.engine.config import Config
-from purestep.state.engine import Rows, unsealed
+from purestep.state.engine import Rows, drawn_parts
 from purestep.state.plan import EmbeddedSpan, HiddenRow, ScoredRow
 from purestep.state.request import RequestState, frozen
 from purestep.state.sampling import LogitEdits, SamplingParams
@@ -76,7 +76,7 @@ def row_edits(
         record = requests[rows.ids[row]]
         edits = record.early_edits if early_R[row] else record.edits
         if edits is not None and edits.looks_back:
-            parts = (record.generated, unsealed(rows, row, record)[0])
+            parts = (record.generated, *drawn_parts(rows, row)[0])
             edits = edits_after(edits, record.request.tokens, parts)
         if edits is not None:
             found.append((int(place_R[row]), edits))

@@ -24,6 +24,7 @@ from purestep.state.engine import (
     HostState,
     Rows,
     add_rows,
+    chain,
     completed_record,
     drawn_in_flight,
     drop_copies,
@@ -201,9 +202,15 @@ def _serve_running(
         # A block with a token that is not known yet gets its digest with it, in `commit`.
         first_R, last_R = start_R // B, end_R // B
         filling = np.flatnonzero(stays & (last_R > first_R) & (drawn_R < 0))
-        parts = (column[filling].tolist() for column in (first_R, last_R))
-        for row, first, last in zip(filling.tolist(), *parts, strict=True):
-            register_blocks(host.requests[rows.ids[row]], rows.tables[row], first, last, draft)
+        newest_R = (last_R == first_R + 1) & (last_R == rows.num_tokens_R // B)
+        parts = (column[filling].tolist() for column in (first_R, last_R, newest_R))
+        for row, first, last, newest in zip(filling.tolist(), *parts, strict=True):
+            table, sealed = rows.tables[row], rows.sealed[row]
+            if newest and sealed:
+                draft.register(int(table[first]), sealed[-1][2])
+            else:
+                digests = chain(rows, row, host.requests[rows.ids[row]])
+                register_blocks(digests, table, first, last, draft)
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])

@@ -99,7 +99,7 @@ MUTANTS = (
     mutant(
         "a generated block is hashed behind the root",
         _next_digest,
-        "(generated or prompt or (record.root,))[-1]",
+        "sealed[-1][2] if sealed else (generated or prompt or (record.root,))[-1]",
         "record.root",
     ),
     mutant(
@@ -445,8 +445,8 @@ MUTANTS = (
     mutant(
         "the end of a preempted row's tokens is forgotten",
         completed_record,
-        "np.concatenate((record.generated, tokens))",
-        "np.concatenate((record.generated, tokens[:-1]))",
+        "np.concatenate((record.generated, *tokens))",
+        "np.concatenate((record.generated, *tokens[:-1], tokens[-1][:-1]))",
     ),
 )
 
