@@ -41,8 +41,9 @@ def commit(
     at_R = plan_places(host, plan)
     at_S = at_R[plan.sampled_R]
     good_S = (at_S >= 0) & np.isfinite(result.logprob_S)
-    good_S[[s for s, _ in result.errors]] = False
-    failed = np.flatnonzero((at_S >= 0) & ~good_S)
+    if result.errors:
+        good_S[[s for s, _ in result.errors]] = False
+    failed = ((at_S >= 0) & ~good_S).nonzero()[0]
     ends = failed_rows(result, failed.tolist(), at_S[failed].tolist())
 
     drew = np.where(good_S, at_S, -1)
@@ -92,11 +93,11 @@ def _check_matches(host: HostState, plan: StepPlan, result: StepResult) -> None:
     flying = [p.step for p in host.in_flight]
     if not flying or flying[0] != plan.step:
         raise StepError(f"commit: plan of step {plan.step} is not the oldest in flight: {flying}")
-    sampled = int(plan.sampled_R.sum())
+    sampled = np.count_nonzero(plan.sampled_R)
     want = {
         "token_S": sampled,
         "logprob_S": sampled,
-        "tops": int(np.count_nonzero(plan.sampling.num_tops_S >= 0)),
+        "tops": np.count_nonzero(plan.sampling.num_tops_S >= 0),
         "scored": len(plan.scored),
         "hidden": len(plan.hidden),
     }
@@ -159,10 +160,14 @@ def _with_sealed(
     ids = tokens_FB.astype("<i4", copy=False).tobytes()
     sealed, size, digest = list(rows.sealed), 4 * config.block_size, b""
     for n, (row, first) in enumerate(zip(full, first_F.tolist(), strict=True)):
+        before = sealed[row]
         if config.prefix_caching:
-            record = host.requests[rows.ids[row]]
-            digest = _next_digest(record, sealed[row], ids[n * size : (n + 1) * size])
-        sealed[row] = (*sealed[row], (tokens_FB[n, first:], logprobs_FB[n, first:], digest))
+            of_block = ids[n * size : (n + 1) * size]
+            if before:  # so the block stands behind the prompt
+                digest = ids_digest(before[-1][2], of_block)
+            else:
+                digest = _next_digest(host.requests[rows.ids[row]], of_block)
+        sealed[row] = (*before, (tokens_FB[n, first:], logprobs_FB[n, first:], digest))
     changed = {
         rows.ids[row]: with_tails(rows, row, host.requests[rows.ids[row]])
         for row in full
@@ -176,12 +181,12 @@ def _with_sealed(
     return evolve(rows, sealed=tuple(sealed), **moved), changed
 
 
-def _next_digest(record: RequestState, sealed: tuple, ids: bytes) -> bytes:
-    """The digest of the block behind those that the record has digests of and those `sealed`. Its
-    chain may be as long as the context, so it is not put together for this."""
+def _next_digest(record: RequestState, ids: bytes) -> bytes:
+    """The digest of the block behind those that the record has digests of. Its chain may be as long
+    as the context, so it is not put together for this."""
     prompt, generated, extras = record.prompt_digests, record.generated_digests, record.block_extras
-    parent = sealed[-1][2] if sealed else (generated or prompt or (record.root,))[-1]
-    place = len(prompt) + len(generated) + len(sealed)
+    parent = (generated or prompt or (record.root,))[-1]
+    place = len(prompt) + len(generated)
     return ids_digest(parent, ids, extras[place] if place < len(extras) else b"")
 
 
@@ -209,7 +214,7 @@ def _collect_scores(
 
 def _scored_ends(rows: Rows, plan: StepPlan, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
-    if not (rows.limit_R == rows.num_prompt_R).any():
+    if not np.count_nonzero(rows.limit_R == rows.num_prompt_R):
         return {}
     ran, end_R = at_R[at_R >= 0], (plan.start_R + plan.count_R)[at_R >= 0]
     full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (end_R == rows.num_tokens_R[ran])

@@ -66,9 +66,9 @@ def sampled_ends(
     full_S = num_tokens_S >= rows.limit_R[at_S]
     late_S = num_tokens_S >= rows.least_R[at_S]  # a processor may lift the ban of ends
     eos_S = rows.heeds_eos_R[at_S] & late_S
-    if eos_S.any():
+    if np.count_nonzero(eos_S):
         eos_S &= np.isin(token_S, config.stop_ids)
-    for s in np.flatnonzero(full_S | eos_S | watched_S).tolist():
+    for s in (full_S | eos_S | watched_S).nonzero()[0].tolist():
         row, token = int(at_S[s]), int(token_S[s])
         own = _own_stop(config, host, rows, row, token) if watched_S[s] and late_S[s] else None
         if own is not None:

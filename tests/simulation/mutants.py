@@ -99,7 +99,7 @@ MUTANTS = (
     mutant(
         "a generated block is hashed behind the root",
         _next_digest,
-        "sealed[-1][2] if sealed else (generated or prompt or (record.root,))[-1]",
+        "(generated or prompt or (record.root,))[-1]",
         "record.root",
     ),
     mutant(
