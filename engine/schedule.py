@@ -266,15 +266,9 @@ def _with_blocks(config: Config, rows: Rows, need_R: np.ndarray, draft: BlockDra
         blocks = [block for count, owner in counts for block in draft.allocate(count, owner)]
     else:
         blocks = draft.allocate(ends[-1])
-    blocks, parts, lengths = np.array(blocks, np.int32), [], []
-    places = growing.tolist()
-    for row, start, end in zip(places, [0, *ends], ends, strict=False):
-        parts += tables[row], blocks[start:end]
-        lengths.append(len(tables[row]) + end - start)
-    joined, end = locked(np.concatenate(parts)), 0  # once for all, the tables are views of it
-    for row, length in zip(places, lengths, strict=True):
-        tables[row] = joined[end : end + length]
-        end += length
+    blocks = np.array(blocks, np.int32)
+    for row, start, end in zip(growing.tolist(), [0, *ends], ends, strict=False):
+        tables[row] = locked(np.concatenate((tables[row], blocks[start:end])))
     return evolve(rows, tables=tuple(tables))
 
 
