@@ -27,7 +27,7 @@ from purestep.engine.config import Config
 from purestep.engine.requests import submit
 from purestep.engine.schedule import schedule
 from purestep.simulation.world import MODEL, loaded, toy_config, toy_state
-from purestep.state.engine import EngineState, HostState
+from purestep.state.engine import EngineState, HostState, chain
 from purestep.state.plan import StepResult
 from purestep.state.request import Request, frozen
 from purestep.state.sampling import SamplingParams
@@ -143,7 +143,7 @@ def check_progress(case: Case, host: HostState, steps: int) -> None:
     assert host.rows.num_tokens_R.tolist() == [len(p) + 1 + steps for p in prompts]
     full_R = host.rows.num_computed_R // BLOCK_SIZE
     for row, key in enumerate(host.rows.ids):
-        digests = host.requests[key].digests[: int(full_R[row])]
+        digests = chain(host.rows, row, host.requests[key])[: int(full_R[row])]
         assert len(digests) == full_R[row]
         assert all(d in host.blocks.block_of for d in digests)
 

@@ -4,7 +4,7 @@ All return a new EngineState; files are read only by `load_adapter`.
 """
 
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -78,14 +78,17 @@ def load_adapter_tensors(
     return deliver_loaded(state, AdapterLoaded(name=name, source=None, adapter=adapter))
 
 
-def read(config: Config, path: str, name: str) -> Adapter:
-    """An adapter's tensors in the engine's form. Raises AdapterError."""
+def read(
+    config: Config, path: str, name: str, pause: Callable[[], object] = lambda: None
+) -> Adapter:
+    """An adapter in the engine's form; `pause` as in `read_adapter`. Raises AdapterError."""
     return read_adapter(
         path,
         config.model,
         dtype=getattr(torch, config.dtype),
         max_rank=config.max_lora_rank,
         name=name,
+        pause=pause,
     )
 
 

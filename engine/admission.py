@@ -1,7 +1,7 @@
 """Which waiting requests become rows: prefix hits, first blocks, places for adapters."""
 
 from collections import Counter, deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -354,7 +354,7 @@ def _start_row(
     num_more = -(-(computed + count) // B) - len(hits)
     table = frozen([*hits, *draft.allocate(num_more, record.version)])
     if config.prefix_caching:
-        register_blocks(record, table, computed // B, (computed + count) // B, draft)
+        register_blocks(record.digests, table, computed // B, (computed + count) // B, draft)
     limit = row_limit(config, record)
     row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
     out.rows.append((row, count))
@@ -366,19 +366,16 @@ def _start_row(
 
 
 def register_blocks(
-    record: RequestState, table: np.ndarray, first: int, last: int, draft: BlockDraft
+    digests: Sequence[bytes], table: np.ndarray, first: int, last: int, draft: BlockDraft
 ) -> None:
-    """Make the blocks from the `first` up to the `last` of a table findable, which this step fills;
-    with prefix caching.
+    """Make the blocks from the `first` up to the `last` of a table findable, which this step fills
+    and whose chain is `digests`; with prefix caching.
 
     At once, so that a request admitted in this very step can share them: each layer writes all
     rows' KV before any row attends.
     """
-    prompt, generated = record.prompt_digests, record.generated_digests
-    num_prompt = len(prompt)
     for k in range(first, last):
-        digest = prompt[k] if k < num_prompt else generated[k - num_prompt]
-        draft.register(int(table[k]), digest)
+        draft.register(int(table[k]), digests[k])
 
 
 def ended_request(

@@ -15,10 +15,10 @@ from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
     HostState,
     Rows,
-    completed_record,
     plan_places,
     released,
     take_rows,
+    with_tails,
 )
 from purestep.state.errors import StepError
 from purestep.state.hashing import ids_digest
@@ -41,26 +41,27 @@ def commit(
     at_R = plan_places(host, plan)
     at_S = at_R[plan.sampled_R]
     good_S = (at_S >= 0) & np.isfinite(result.logprob_S)
-    good_S[[s for s, _ in result.errors]] = False
-    failed = np.flatnonzero((at_S >= 0) & ~good_S)
+    if result.errors:
+        good_S[[s for s, _ in result.errors]] = False
+    failed = ((at_S >= 0) & ~good_S).nonzero()[0]
     ends = failed_rows(result, failed.tolist(), at_S[failed].tolist())
 
     drew = np.where(good_S, at_S, -1)
     at_S, token_S, logprob_S = at_S[good_S], result.token_S[good_S], result.logprob_S[good_S]
     rows = _append_tokens(host.rows, at_S, token_S, logprob_S)
     rows = _with_tails(rows, plan, result, at_R, drew)
-    rows, changed = _sealed_records(config, host, rows, at_S)
+    full = at_S[rows.num_tokens_R[at_S] % config.block_size == 0].tolist()
+    rows, changed = _with_sealed(config, host, rows, full)
     _collect_scores(host, plan, result, at_R, changed)
-    grown: dict[int, bytes] = {}
-    ends |= sampled_ends(config, host, rows, grown, at_S, token_S)
+    ends |= sampled_ends(config, host, rows, at_S, token_S)
     ends |= _scored_ends(rows, plan, at_R)
     ends |= unsound_rows(plan, result, at_R)
-    texts = new_texts(config, host, rows, changed, grown, ends)
+    rows, texts = new_texts(config, host, rows, changed, ends, at_S, token_S)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
-    after = _without(config, host, plan, rows, changed, list(ends))
+    after = _without(config, host, plan, rows, changed, full, list(ends))
     if plan.encodes or host.encoder.holders:
         after = evolve(after, encoder=settled(host, plan, [rows.ids[row] for row in ends]))
     outputs = Outputs(
@@ -92,11 +93,11 @@ def _check_matches(host: HostState, plan: StepPlan, result: StepResult) -> None:
     flying = [p.step for p in host.in_flight]
     if not flying or flying[0] != plan.step:
         raise StepError(f"commit: plan of step {plan.step} is not the oldest in flight: {flying}")
-    sampled = int(plan.sampled_R.sum())
+    sampled = np.count_nonzero(plan.sampled_R)
     want = {
         "token_S": sampled,
         "logprob_S": sampled,
-        "tops": int(np.count_nonzero(plan.sampling.num_tops_S >= 0)),
+        "tops": np.count_nonzero(plan.sampling.num_tops_S >= 0),
         "scored": len(plan.scored),
         "hidden": len(plan.hidden),
     }
@@ -147,35 +148,45 @@ def _with_tails(
     return rows
 
 
-def _sealed_records(
-    config: Config, host: HostState, rows: Rows, at_S: np.ndarray
+def _with_sealed(
+    config: Config, host: HostState, rows: Rows, full: list[int]
 ) -> tuple[Rows, dict[str, RequestState]]:
-    """Records of rows whose newest token filled a block: its tokens move there, and its digest;
-    and the rows without what moved."""
-    changed = {}
-    full = at_S[rows.num_tokens_R[at_S] % config.block_size == 0].tolist()
-    ids = rows.tail_RB[full].astype("<i4").tobytes()
-    size = len(ids) // max(len(full), 1)
-    for n, row in enumerate(full):
-        record = host.requests[rows.ids[row]]
-        digests = record.generated_digests
+    """The rows with the tokens of those whose newest one filled a block sealed, and its digest; and
+    the records that got what some of them had in their tails beside ids."""
+    if not full:
+        return rows, {}
+    tokens_FB, logprobs_FB = locked(rows.tail_RB[full]), locked(rows.tail_logprob_RB[full])
+    first_F = np.maximum(rows.num_known_R[full] - rows.num_tokens_R[full] + config.block_size, 0)
+    ids = tokens_FB.astype("<i4", copy=False).tobytes()
+    sealed, size, digest = list(rows.sealed), 4 * config.block_size, b""
+    for n, (row, first) in enumerate(zip(full, first_F.tolist(), strict=True)):
+        before = sealed[row]
         if config.prefix_caching:
-            digests = (*digests, _next_digest(record, ids[n * size : (n + 1) * size]))
-        changed[rows.ids[row]] = completed_record(rows, row, record, generated_digests=digests)
+            of_block = ids[n * size : (n + 1) * size]
+            if before:  # so the block stands behind the prompt
+                digest = ids_digest(before[-1][2], of_block)
+            else:
+                digest = _next_digest(host.requests[rows.ids[row]], of_block)
+        sealed[row] = (*before, (tokens_FB[n, first:], logprobs_FB[n, first:], digest))
+    changed = {
+        rows.ids[row]: with_tails(rows, row, host.requests[rows.ids[row]])
+        for row in full
+        if rows.tail_tops[row] or rows.tail_hidden[row]
+    }
     moved = {
         name: _without_tails(tails, full)
         for name, tails in (("tail_tops", rows.tail_tops), ("tail_hidden", rows.tail_hidden))
-        if any(tails[row] for row in full)
+        if changed
     }
-    return evolve(rows, **moved) if moved else rows, changed
+    return evolve(rows, sealed=tuple(sealed), **moved), changed
 
 
 def _next_digest(record: RequestState, ids: bytes) -> bytes:
     """The digest of the block behind those that the record has digests of. Its chain may be as long
     as the context, so it is not put together for this."""
-    prompt, generated = record.prompt_digests, record.generated_digests
+    prompt, generated, extras = record.prompt_digests, record.generated_digests, record.block_extras
     parent = (generated or prompt or (record.root,))[-1]
-    extras, place = record.block_extras, len(prompt) + len(generated)
+    place = len(prompt) + len(generated)
     return ids_digest(parent, ids, extras[place] if place < len(extras) else b"")
 
 
@@ -203,7 +214,7 @@ def _collect_scores(
 
 def _scored_ends(rows: Rows, plan: StepPlan, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
-    if not (rows.limit_R == rows.num_prompt_R).any():
+    if not np.count_nonzero(rows.limit_R == rows.num_prompt_R):
         return {}
     ran, end_R = at_R[at_R >= 0], (plan.start_R + plan.count_R)[at_R >= 0]
     full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (end_R == rows.num_tokens_R[ran])
@@ -216,18 +227,21 @@ def _without(
     plan: StepPlan,
     rows: Rows,
     changed: dict[str, RequestState],
+    full: list[int],
     leaving: list[int],
 ) -> HostState:
     """The state with `rows` and `changed` in place and `plan` landed: blocks that the plan behind
     it fills are findable if their last ids are known by now, and what the leaving rows held is
     freed, their blocks with the last plan in flight that uses them."""
-    with host.requests.mutate() as requests:
-        requests.update(changed)
-        for row in leaving:
-            del requests[rows.ids[row]]
-        records = requests.finish()
+    records = host.requests
+    if changed or leaving:
+        with host.requests.mutate() as requests:
+            requests.update(changed)
+            for row in leaving:
+                del requests[rows.ids[row]]
+            records = requests.finish()
     flown = evolve(host, rows=rows, requests=records, in_flight=host.in_flight[1:])
-    filled = _filled_blocks(config, flown, changed, leaving) if flown.in_flight else []
+    filled = _filled_blocks(config, flown, full, leaving) if flown.in_flight else []
     if not (leaving or filled or host.departed):
         return flown
     draft = BlockDraft(host.blocks)
@@ -253,20 +267,17 @@ def _without(
 
 
 def _filled_blocks(
-    config: Config, host: HostState, changed: dict[str, RequestState], leaving: list[int]
+    config: Config, host: HostState, full: list[int], leaving: list[int]
 ) -> list[tuple[int, bytes]]:
-    """(block, digest) of those that a plan in flight fills with an id that it did not know."""
-    if not (config.prefix_caching and changed):
+    """(block, digest) of those that a plan in flight fills with an id that it did not know, among
+    the rows whose blocks are `full` with what was drawn."""
+    if not config.prefix_caching:
         return []
     rows, found = host.rows, []
-    place = {key: row for row, key in enumerate(rows.ids)}
-    for row in leaving:
-        del place[rows.ids[row]]
-    for key, record in changed.items():
-        row = place.get(key)
-        length = 0 if row is None else int(rows.num_tokens_R[row])
-        if length and length == rows.num_computed_R[row] and length % config.block_size == 0:
-            digest = (record.generated_digests or record.prompt_digests)[-1]
+    for row in full:
+        length = int(rows.num_tokens_R[row])
+        if length == rows.num_computed_R[row] and row not in leaving:
+            digest = rows.sealed[row][-1][2]
             found.append((int(rows.tables[row][length // config.block_size - 1]), digest))
     return found
 

@@ -13,18 +13,19 @@ from purestep.state.engine import HostState, Rows, completed_record, completion
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.pytree import evolve
 from purestep.state.request import Completion, FinishReason, RequestState
-from purestep.state.text import decode, find_stop, tellable
+from purestep.state.scores import locked
+from purestep.state.text import decode, find_stop, overlap, tellable
 
 _NOT_FINITE = "the model's logits are not finite (NaN or infinite weights or activations)"
 
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """How a row ends. `text` is the whole text where a stop string cut it."""
+    """How a row ends. `num_text` are the bytes of its text that a stop string leaves."""
 
     reason: FinishReason
     stop: str | int | None = None
-    text: bytes | None = None
+    num_text: int | None = None
     error: str | None = None
 
 
@@ -55,29 +56,21 @@ def sampled_ends(
     config: Config,
     host: HostState,
     rows: Rows,
-    grown: dict[int, bytes],
     at_S: np.ndarray,
     token_S: np.ndarray,
 ) -> dict[int, End]:
     """Which rows end with the token they drew. A stop wins over a limit reached at the same time.
-
-    The texts of rows that watch theirs are put into `grown`, by row.
-    """
+    `rows` have the tokens, and the texts as they were before."""
     ends = {}
     num_tokens_S, watched_S = rows.num_tokens_R[at_S], rows.watched_R[at_S]
     full_S = num_tokens_S >= rows.limit_R[at_S]
     late_S = num_tokens_S >= rows.least_R[at_S]  # a processor may lift the ban of ends
     eos_S = rows.heeds_eos_R[at_S] & late_S
-    if eos_S.any():
+    if np.count_nonzero(eos_S):
         eos_S &= np.isin(token_S, config.stop_ids)
-    for s in np.flatnonzero(full_S | eos_S | watched_S).tolist():
+    for s in (full_S | eos_S | watched_S).nonzero()[0].tolist():
         row, token = int(at_S[s]), int(token_S[s])
-        own = None
-        if watched_S[s]:
-            record = host.requests[rows.ids[row]]
-            if record.text is not None:
-                grown[row] = record.text + config.tokens.piece(token)
-            own = _own_stop(record, grown.get(row), token) if late_S[s] else None
+        own = _own_stop(config, host, rows, row, token) if watched_S[s] and late_S[s] else None
         if own is not None:
             ends[row] = own
         elif eos_S[s]:
@@ -87,13 +80,16 @@ def sampled_ends(
     return ends
 
 
-def _own_stop(record: RequestState, text: bytes | None, token: int) -> End | None:
-    """Whether the request's own stop strings or ids end it with this token; `text` includes it."""
-    sampling = record.request.sampling
-    if text is not None and (found := find_stop(text, len(record.text), sampling.stop)):
-        at, stop = found
-        end = at + len(stop.encode()) if sampling.include_stop else at
-        return End(FinishReason.STOP, stop=stop, text=text[:end])
+def _own_stop(config: Config, host: HostState, rows: Rows, row: int, token: int) -> End | None:
+    """Whether the request's own stop strings or ids end it with this token."""
+    sampling, before = host.requests[rows.ids[row]].request.sampling, rows.texts[row]
+    if sampling.stop:
+        text = before + config.tokens.piece(token)
+        if found := find_stop(text, len(before), sampling.stop):
+            at, stop = found
+            end = at + len(stop.encode()) if sampling.include_stop else at
+            num_text = int(rows.num_text_R[row]) - len(before) + end
+            return End(FinishReason.STOP, stop=stop, num_text=num_text)
     if token in sampling.stop_ids:
         return End(FinishReason.STOP, stop=token)
     return None
@@ -104,27 +100,67 @@ def new_texts(
     host: HostState,
     rows: Rows,
     changed: dict[str, RequestState],
-    grown: dict[int, bytes],
     ends: dict[int, End],
-) -> tuple[tuple[str, str], ...]:
-    """What is new in the text of each row that streams it, whole characters only; all that is left
-    where the row ends. `changed` gets the grown texts, and remembers what was told of them."""
-    news = []
-    for row, text in grown.items():
-        key = rows.ids[row]
-        record = changed.get(key) or host.requests[key]
-        sampling, start = record.request.sampling, record.num_streamed
-        told, end = b"", start
-        if sampling.stream and row in ends:
-            final = _final_text(config, completed_record(rows, row, record), ends[row])
-            told, end = final[start:], len(final)
-        elif sampling.stream:
-            end = tellable(text, start, () if sampling.include_stop else sampling.stop)
-            told = text[start:end]
+    at_S: np.ndarray,
+    token_S: np.ndarray,
+) -> tuple[Rows, tuple[tuple[str, str], ...]]:
+    """The rows with the grown texts; and what is new in the text of each row that streams it, whole
+    characters only; all that is left where the row ends. `changed` are records that this step has
+    changed.
+
+    Nearly every token is whole characters, and nothing in front of it was held back: then its own
+    text is the news, and of the row's nothing has to be kept.
+    """
+    with_text = [row for row in at_S.tolist() if rows.texts[row] is not None]
+    if not with_text:
+        return rows, ()
+    drawn, news = dict(zip(at_S.tolist(), token_S.tolist(), strict=True)), []
+    tokens, texts = config.tokens, list(rows.texts)
+    lengths = [len(tokens.piece(drawn[row])) for row in with_text]
+    num_text_R, num_streamed_R = rows.num_text_R.copy(), rows.num_streamed_R.copy()
+    num_text_R[with_text] += lengths
+    num_streamed_R[with_text] = num_text_R[with_text]
+    simple = (rows.streams_R & ~rows.watched_R).tolist()
+    for row in with_text:
+        key, told = rows.ids[row], None
+        if simple[row] and not texts[row] and row not in ends:
+            told = tokens.whole(drawn[row])
+        if told is None:
+            told, texts[row], num_streamed_R[row] = _grown(
+                config, rows, row, changed.get(key) or host.requests[key], drawn[row], ends
+            )
         if told:
-            news.append((key, decode(told)))
-        changed[key] = evolve(record, text=text, num_streamed=end if told else start)
-    return tuple(news)
+            news.append((key, told))
+    grown = evolve(
+        rows,
+        texts=tuple(texts),
+        num_text_R=locked(num_text_R),
+        num_streamed_R=locked(num_streamed_R),
+    )
+    return grown, tuple(news)
+
+
+def _grown(
+    config: Config,
+    rows: Rows,
+    row: int,
+    record: RequestState,
+    token: int,
+    ends: dict[int, End],
+) -> tuple[str, bytes, int]:
+    """What is told of a row's text, what is kept of it, and how many of its bytes have been told.
+    `rows` have the token, and the text as it was before."""
+    sampling, told = record.request.sampling, int(rows.num_streamed_R[row])
+    if row in ends and sampling.stream:
+        final = _final_text(config, completed_record(rows, row, record), ends[row])
+        return decode(final[told:]), b"", max(told, len(final))
+    text = rows.texts[row] + config.tokens.piece(token)
+    begin = int(rows.num_text_R[row]) - len(rows.texts[row])  # where it stands in the whole text
+    keep = len(text) - overlap(text, sampling.stop)
+    if not sampling.stream:
+        return "", text[keep:], told
+    end = tellable(text, told - begin, () if sampling.include_stop else sampling.stop)
+    return decode(text[told - begin : end]), text[min(keep, end) :], begin + end
 
 
 def finish(config: Config, rows: Rows, row: int, record: RequestState, end: End) -> Completion:
@@ -136,7 +172,7 @@ def finish(config: Config, rows: Rows, row: int, record: RequestState, end: End)
 
 def _final_text(config: Config, record: RequestState, end: End) -> bytes:
     """The text of a complete record; without a stopping id's own bytes, unless they are wanted."""
-    if end.text is not None:
-        return end.text
+    if end.num_text is not None:
+        return config.tokens.join(record.generated)[: end.num_text]
     hides_last = isinstance(end.stop, int) and not record.request.sampling.include_stop
     return config.tokens.join(record.generated[:-1] if hides_last else record.generated)

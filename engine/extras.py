@@ -10,7 +10,7 @@ import numpy as np
 from immutables import Map
 
 from purestep.engine.config import Config
-from purestep.state.engine import Rows, unsealed
+from purestep.state.engine import Rows, drawn_parts
 from purestep.state.plan import EmbeddedSpan, HiddenRow, ScoredRow
 from purestep.state.request import RequestState, frozen
 from purestep.state.sampling import LogitEdits, SamplingParams
@@ -70,13 +70,15 @@ def row_edits(
 ) -> tuple[tuple[int, LogitEdits], ...]:
     """(place among the sampled rows, edits) of those that have any: most batches have none."""
     early_R = rows.num_tokens_R < rows.least_R
-    place_R = np.cumsum(sampled_R) - 1
-    found = []
-    for row in np.flatnonzero(sampled_R & (rows.edited_R | early_R)).tolist():
+    edited_R = sampled_R & (rows.edited_R | early_R)
+    if not np.count_nonzero(edited_R):
+        return ()
+    place_R, found = np.cumsum(sampled_R) - 1, []
+    for row in np.flatnonzero(edited_R).tolist():
         record = requests[rows.ids[row]]
         edits = record.early_edits if early_R[row] else record.edits
         if edits is not None and edits.looks_back:
-            parts = (record.generated, unsealed(rows, row, record)[0])
+            parts = (record.generated, *drawn_parts(rows, row)[0])
             edits = edits_after(edits, record.request.tokens, parts)
         if edits is not None:
             found.append((int(place_R[row]), edits))
@@ -88,7 +90,7 @@ def probes(
 ) -> tuple[tuple[ScoredRow, ...], tuple[HiddenRow, ...]]:
     """Whose prompt this step scores, and whose hidden states it returns: positions that are
     computed again after a preemption, and were told before, are left out."""
-    if not ((rows.num_scored_R >= 0) | (rows.num_hidden_R >= 0)).any():
+    if not np.count_nonzero((rows.num_scored_R >= 0) | (rows.num_hidden_R >= 0)):
         return (), ()
     scored, hidden = [], []
     start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
@@ -118,6 +120,8 @@ def embedded_spans(
     rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]
 ) -> tuple[EmbeddedSpan, ...]:
     """The tokens of this step that stand for embeddings, row by row."""
+    if not np.count_nonzero(rows.embedded_R):
+        return ()
     spans, first_R = [], np.cumsum(count_R) - count_R
     for row in np.flatnonzero(rows.embedded_R & (rows.num_computed_R < rows.num_prompt_R)).tolist():
         request, start = requests[rows.ids[row]].request, int(rows.num_computed_R[row])

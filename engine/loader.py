@@ -1,6 +1,8 @@
 """Reads adapters in the background; the state hears of it through `deliver` alone."""
 
 import os
+import threading
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
@@ -36,8 +38,17 @@ def folder_resolver(root: str | os.PathLike) -> Resolver:
     return resolve
 
 
+_WORK_S = 0.0005  # what a thread works between two pauses
+_PAUSE = 4.0  # how long a pause lasts, in the time worked before it
+
+
 class Loader:
-    """An edge: threads that read adapter files while steps go on. Use as a context manager."""
+    """An edge: threads that read adapter files while steps go on. Use as a context manager.
+
+    Steps and loads share the machine's memory. So a load reads about 1 MiB at a time and pauses for
+    four times as long as that took, unless somebody waits for it in `events`: so the steps beside
+    it go on nearly as if alone.
+    """
 
     def __init__(self, config: Config, num_threads: int = 1) -> None:
         self._config = config
@@ -49,6 +60,7 @@ class Loader:
         )
         self._start_threads(num_threads)
         self._pending: list[Future[AdapterLoaded | AdapterFailed]] = []
+        self._awaited = threading.Event()
 
     def _start_threads(self, count: int) -> None:
         """With one torch thread each: they would else fight with the steps for the cores, and 84 MB
@@ -71,14 +83,29 @@ class Loader:
     def events(self, block: bool) -> list[AdapterLoaded | AdapterFailed]:
         """What has come back since the last call; with `block`, waits for at least one."""
         if block and self._pending:
+            self._awaited.set()
             wait(self._pending, return_when=FIRST_COMPLETED)
+            self._awaited.clear()
         done = [future for future in self._pending if future.done()]
         self._pending = [future for future in self._pending if future not in done]
         return [future.result() for future in done]
 
     def _load(self, name: str, source: str) -> AdapterLoaded | AdapterFailed:
         try:
-            adapter = read(self._config, source, name)
+            adapter = read(self._config, source, name, self._pacer())
         except (AdapterError, OSError) as error:
             return AdapterFailed(name=name, error=str(error), source=source)
         return AdapterLoaded(name=name, source=source, adapter=adapter)
+
+    def _pacer(self) -> Callable[[], None]:
+        """What one load calls behind each piece of its work."""
+        since = time.perf_counter()
+
+        def pause() -> None:
+            nonlocal since
+            worked = time.perf_counter() - since
+            if worked >= _WORK_S:
+                self._awaited.wait(_PAUSE * worked)
+                since = time.perf_counter()
+
+        return pause

@@ -100,7 +100,7 @@ def merged_spans(
 ) -> tuple[MergedSpan, ...]:
     """The tokens of this step that encoder outputs fill, row by row, item by item."""
     inside_R = rows.num_computed_R < rows.media_end_R
-    if not inside_R.any():
+    if not np.count_nonzero(inside_R):
         return ()
     spans, first_R = [], np.cumsum(count_R) - count_R
     for row in np.flatnonzero(inside_R).tolist():

@@ -22,6 +22,7 @@ def make_plan(
     count_R: np.ndarray,
     requests: Map[str, RequestState],
     adapters: AdapterLedger,
+    versions: list[str],
     allocated: list[int],
     drawn_R: np.ndarray,
     drops: tuple[str, ...],
@@ -29,21 +30,24 @@ def make_plan(
     **told: Any,
 ) -> StepPlan:
     """What `execute` needs to know. `rows` and `count_R` are as this step leaves them, but for
-    `num_computed_R`; `allocated` are the blocks this step handed out; `drawn_R` are the places of
-    the first rows among the draws of the plan in flight (`drawn_in_flight`); `drops` and `encodes`
-    say what becomes of encoder outputs; `told` is what the plan says of requests that are no rows.
+    `num_computed_R`; `versions` are those of all rows; `allocated` are the blocks this step handed
+    out; `drawn_R` are the places of the first rows among the draws of the plan in flight
+    (`drawn_in_flight`); `drops` and `encodes` say what becomes of encoder outputs; `told` is what
+    the plan says of requests that are no rows.
     """
-    active = rows if count_R.all() else take_rows(rows, np.flatnonzero(count_R))
-    gathered_T = _gathered(drawn_R, count_R)
-    count_R = locked(count_R[count_R > 0])
-    residents = _residents(active, adapters)
+    active, gathered_T = rows, _gathered(drawn_R, count_R)
+    if np.count_nonzero(count_R) < len(count_R):
+        active = take_rows(rows, np.flatnonzero(count_R))
+        count_R, versions = count_R[count_R > 0], versions_in_use(active)
+    count_R, num_tokens = locked(count_R), len(gathered_T)
+    residents = _residents(versions, adapters)
     uploads = tuple(p for p in residents if host.adapters.resident.get(p.version) is not p)
     done_R = active.num_computed_R + count_R == active.num_tokens_R
     sampled_R = done_R & (active.num_tokens_R < active.limit_R)  # else it is only scored
     scored, hidden = probes(active, count_R, requests)
     return StepPlan(
         step=host.step,
-        descriptor=describe(config, int(count_R.sum()), len(active.ids), len(residents)),
+        descriptor=describe(config, num_tokens, len(active.ids), len(residents)),
         uploads=uploads,
         overwrites=_overwrites(host, allocated, uploads, drops),
         row_ids=active.ids,
@@ -68,7 +72,9 @@ def make_plan(
 
 
 def _sampling(rows: Rows, sampled_R: np.ndarray, requests: Map[str, RequestState]) -> SamplingRows:
-    drawing = rows if sampled_R.all() else take_rows(rows, np.flatnonzero(sampled_R))
+    drawing = rows
+    if np.count_nonzero(sampled_R) < len(sampled_R):
+        drawing = take_rows(rows, np.flatnonzero(sampled_R))
     return SamplingRows(
         temperature_S=drawing.temperature_R,
         top_k_S=drawing.top_k_R,
@@ -87,8 +93,8 @@ def _slots(rows: Rows, residents: tuple[Residence, ...]) -> np.ndarray:
     return locked(np.fromiter(map(slot_of.__getitem__, rows.versions), np.int32))
 
 
-def _residents(rows: Rows, adapters: AdapterLedger) -> tuple[Residence, ...]:
-    places = [adapters.resident[v] for v in versions_in_use(rows)]
+def _residents(versions: list[str], adapters: AdapterLedger) -> tuple[Residence, ...]:
+    places = [adapters.resident[v] for v in versions]
     return tuple(sorted(places, key=lambda place: place.slot))
 
 
@@ -96,7 +102,7 @@ def _gathered(drawn_R: np.ndarray, count_R: np.ndarray) -> np.ndarray:
     """Where in the draws of the plan in flight each token of this step is found; -1 for one whose
     id is known. Rows behind those of `drawn_R` are new."""
     gathered_T = np.full(count_R.sum(), -1, np.int32)
-    if (drawn_R >= 0).any():  # so no row has left
+    if np.count_nonzero(drawn_R >= 0):  # so no row has left
         rows = np.flatnonzero((drawn_R >= 0) & (count_R[: len(drawn_R)] > 0))
         gathered_T[np.cumsum(count_R)[rows] - 1] = drawn_R[rows]
     return locked(gathered_T)
@@ -109,7 +115,7 @@ def _step_tokens(
     B = rows.tail_RB.shape[1]
     newest_R = rows.num_computed_R == rows.num_tokens_R - 1
     last_R = rows.tail_RB[np.arange(len(rows.ids)), rows.num_computed_R % B]
-    if newest_R.all():
+    if np.count_nonzero(newest_R) == len(newest_R):
         return locked(np.where(gathered_T < 0, last_R, -1))
     windows = []
     for row, request_id in enumerate(rows.ids):

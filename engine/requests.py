@@ -129,6 +129,7 @@ def _new_record(
         num_cached=-1,
         num_preemptions=0,
         text=b"" if watches_text else None,
+        num_text=0,
         num_streamed=0,
         early_edits=edits_of(config, request.sampling, early=True) if waits else None,
         edits=edits_of(config, request.sampling, early=False),

@@ -24,6 +24,7 @@ from purestep.state.engine import (
     HostState,
     Rows,
     add_rows,
+    chain,
     completed_record,
     drawn_in_flight,
     drop_copies,
@@ -67,7 +68,8 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     ended = (*running.ended, *admitted.ended, *hopeless)
     gone = [c.key for c in ended]
     requests = _updated_records(host, running.records | admitted.records, gone)
-    adapters = touch(admitted.adapters, versions_in_use(rows))
+    versions = versions_in_use(rows)
+    adapters = touch(admitted.adapters, versions)
     if loads:
         adapters = load_asked(adapters, (name for name, _ in loads))
     if gone:
@@ -80,6 +82,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         count_R,
         requests,
         adapters,
+        versions,
         draft.allocated,
         drawn_R,
         copies=copies,
@@ -144,7 +147,7 @@ def _lengthened(host: HostState, drawn_R: np.ndarray) -> HostState:
 
 def _as_known(rows: Rows, drawn_R: np.ndarray) -> Rows:
     """The rows, new ones behind the old, without the tokens that `_lengthened` counted."""
-    if not (drawn_R >= 0).any():
+    if not np.count_nonzero(drawn_R >= 0):
         return rows
     num_tokens_R = rows.num_tokens_R.copy()
     num_tokens_R[: len(drawn_R)] -= drawn_R >= 0
@@ -196,14 +199,21 @@ def _serve_running(
     stays = np.ones(len(rows.ids), bool)
     if gone or ended:
         stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
-    rows = _with_blocks(config, rows, np.where(stays, need_R, 0), draft)
+        need_R = np.where(stays, need_R, 0)
+    rows = _with_blocks(config, rows, need_R, draft)
     if config.prefix_caching:
         # A block with a token that is not known yet gets its digest with it, in `commit`.
         first_R, last_R = start_R // B, end_R // B
-        filling = np.flatnonzero(stays & (last_R > first_R) & (drawn_R < 0))
-        parts = (column[filling].tolist() for column in (first_R, last_R))
-        for row, first, last in zip(filling.tolist(), *parts, strict=True):
-            register_blocks(host.requests[rows.ids[row]], rows.tables[row], first, last, draft)
+        filling = (stays & (last_R > first_R) & (drawn_R < 0)).nonzero()[0]
+        newest_R = (last_R == first_R + 1) & (last_R == rows.num_tokens_R // B)
+        parts = (column[filling].tolist() for column in (first_R, last_R, newest_R))
+        for row, first, last, newest in zip(filling.tolist(), *parts, strict=True):
+            table, sealed = rows.tables[row], rows.sealed[row]
+            if newest and sealed:
+                draft.register(int(table[first]), sealed[-1][2])
+            else:
+                digests = chain(rows, row, host.requests[rows.ids[row]])
+                register_blocks(digests, table, first, last, draft)
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
@@ -246,7 +256,7 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
 
 def _with_blocks(config: Config, rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
     """The rows with so many more blocks each."""
-    growing = np.flatnonzero(need_R)
+    growing = need_R.nonzero()[0]
     if not len(growing):
         return rows
     tables = list(rows.tables)
@@ -285,8 +295,8 @@ def _token_counts(
     served_R = np.zeros(len(rows.ids), bool)
     served_R[service] = True
     count_R = (served_R & ~chunked_R).astype(np.int32)
-    if chunked_R.any():
-        budget = config.max_batched_tokens - int(count_R.sum())
+    if np.count_nonzero(chunked_R):
+        budget = config.max_batched_tokens - np.count_nonzero(count_R)
         chunk = config.long_prefill_threshold or budget
         for row in service[chunked_R[service]].tolist():
             count = min(int(remaining_R[row]), budget, chunk)

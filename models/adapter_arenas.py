@@ -4,7 +4,7 @@ L layers (1 for the embedding and the head), S slices of a fused linear, R rows 
 rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are tokens.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 
 import torch
 from blake3 import blake3
@@ -15,6 +15,8 @@ from purestep.models.config import ModelConfig, fused_linears, vocab_linears
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.hashing import framed
 from purestep.state.pytree import tree
+
+PIECE_BYTES = 1 << 20  # what is read at a time: it stays in a core's cache from step to step
 
 
 @tree
@@ -47,17 +49,34 @@ def empty_arenas(
     }
 
 
-def write_(arena: Arena, module: AdaptedModule, a: Tensor, b: Tensor, scaling: float) -> None:
-    """Put one module's A [r, D] and scaling * B [its outputs, r] at their place in the arena."""
-    rank = a.shape[0]
+def pieces(tensor: Tensor) -> Iterator[tuple[int, Tensor]]:
+    """(number of the first row, rows) of a matrix: contiguous, on the host, and ours, so that what
+    is hashed is what is used, if training goes on."""
+    count = max(1, PIECE_BYTES // (tensor.shape[1] * tensor.element_size()))
+    for first in range(0, len(tensor), count):
+        yield first, tensor[first : first + count].detach().to("cpu", copy=True).contiguous()
+
+
+def write_a_(arena: Arena, module: AdaptedModule, first: int, a_RD: Tensor) -> None:
+    """Put rows of one module's A, from the `first` on, at their place in the arena."""
     for s in module.slices:
-        arena.a_LSRD[module.layer, s, :rank] = a
-    arena.b_LRO[module.layer, :rank, module.columns] = _scaled(b, scaling).T
+        arena.a_LSRD[module.layer, s, first : first + len(a_RD)] = a_RD
 
 
-def misfit(tensor: Tensor, factor: float, dtype: torch.dtype) -> str | None:
-    """What is wrong with the values of `tensor`, or with `factor * tensor` as `dtype`."""
-    low, high = torch.aminmax(tensor)  # passes a NaN on, and is 20 times faster than isfinite()
+def write_b_(arena: Arena, module: AdaptedModule, first: int, b_OR: Tensor, scaling: float) -> None:
+    """The same of scaling * B, whose rows are outputs."""
+    outputs_RO = arena.b_LRO[module.layer, : b_OR.shape[1], module.columns]
+    outputs_RO[:, first : first + len(b_OR)] = _scaled(b_OR, scaling).T
+
+
+def misfit(
+    bounds: Sequence[tuple[Tensor, Tensor]], factor: float, dtype: torch.dtype
+) -> str | None:
+    """What is wrong with values, or with `factor` times them as `dtype`. Their `bounds` are those
+    of each piece by `torch.aminmax`, which passes a NaN on and is 20 times faster than isfinite().
+    """
+    low = torch.stack([low for low, _ in bounds]).amin()
+    high = torch.stack([high for _, high in bounds]).amax()
     peak = torch.maximum(low.abs(), high.abs())
     if not torch.isfinite(peak):
         return "holds NaN" if torch.isnan(peak) else f"holds infinity ({low:g} to {high:g})"
@@ -80,8 +99,13 @@ def version_hasher(name: str | None) -> blake3:
     return blake3(framed("purestep/adapter/1/named", name.encode()))
 
 
-def hash_tensor_(hasher: blake3, module: str, role: str, tensor: Tensor, scaling: float) -> None:
-    """Add one contiguous matrix on the host, with its name and the scaling of its module."""
+def hash_fields_(hasher: blake3, module: str, role: str, tensor: Tensor, scaling: float) -> None:
+    """Add what stands in front of a matrix's bytes: its name, and the scaling of its module. How
+    many bytes follow is known from that."""
     fields = module, role, str(tensor.dtype), f"{tuple(tensor.shape)}", float(scaling).hex()
     hasher.update(framed("tensor", *(field.encode() for field in fields)))
-    hasher.update(tensor.view(torch.uint8).flatten().numpy())  # its length follows from the fields
+
+
+def hash_piece_(hasher: blake3, rows: Tensor) -> None:
+    """Add rows of the matrix, contiguous on the host."""
+    hasher.update(rows.view(torch.uint8).flatten().numpy())

@@ -11,7 +11,7 @@ its values are not used: the base weight is the checkpoint's, as it is for every
 import json
 import os
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -22,10 +22,13 @@ from torch import Tensor
 from purestep.models.adapter_arenas import (
     Arena,
     empty_arenas,
-    hash_tensor_,
+    hash_fields_,
+    hash_piece_,
     misfit,
+    pieces,
     version_hasher,
-    write_,
+    write_a_,
+    write_b_,
 )
 from purestep.models.adapter_config import (
     AdapterConfig,
@@ -77,6 +80,7 @@ def read_adapter(
     dtype: torch.dtype,
     max_rank: int | None,
     name: str = "",
+    pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     """Read a folder as PEFT's `save_pretrained` writes it.
 
@@ -84,7 +88,7 @@ def read_adapter(
     safetensors wins. Pickles go through torch's restricted unpickler and run no code. `~` is
     expanded; names on a hub are not looked up. `max_rank` is the option `max_lora_rank`, None for
     no limit. `dtype` is what the arenas hold; scalings are folded into B in float32 before the
-    cast.
+    cast. `pause` is called behind each piece of about 1 MiB.
 
     Raises AdapterError naming the adapter, the file or tensor, the value and the limit. Warns
     about target modules that the weights do not have and about unknown settings.
@@ -98,7 +102,8 @@ def read_adapter(
     if path is None:
         raise AdapterError(f"{label}: the folder holds none of {', '.join(WEIGHT_FILES)}")
     tensors = _read_tensors(path, label)
-    return _build(tensors, adapter_config, config, dtype, max_rank, f"{label}, {path.name}")
+    where = f"{label}, {path.name}"
+    return _build(tensors, adapter_config, config, dtype, max_rank, where, pause=pause)
 
 
 def adapter_from_tensors(
@@ -164,20 +169,28 @@ def _build(
     max_rank: int | None,
     label: str,
     version: str | None = None,
+    pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     modules = _check(tensors, adapter_config, config, max_rank, label)
     rank = max(rank_of(adapter_config, module.file_name) for module in modules)
     arenas, hasher = empty_arenas(modules, config, dtype, rank), version_hasher(version)
     for module in modules:
-        scaling = scaling_of(adapter_config, module.file_name)
-        a, b = (_copy(tensors[name]) for name in (module.a, module.b))
-        if version is None:
-            hash_tensor_(hasher, module.name, "A", a, scaling)
-            hash_tensor_(hasher, module.name, "B", b, scaling)
-        for name, tensor, factor in ((module.a, a, 1.0), (module.b, b, scaling)):
-            if problem := misfit(tensor, factor, dtype):
+        scaling, arena = scaling_of(adapter_config, module.file_name), arenas[module.linear.name]
+        for role, name, factor in (("A", module.a, 1.0), ("B", module.b, scaling)):
+            bounds = []
+            if version is None:
+                hash_fields_(hasher, module.name, role, tensors[name], scaling)
+            for first, rows in pieces(tensors[name]):
+                if version is None:
+                    hash_piece_(hasher, rows)
+                bounds.append(torch.aminmax(rows))
+                if role == "A":
+                    write_a_(arena, module, first, rows)
+                else:
+                    write_b_(arena, module, first, rows, scaling)
+                pause()
+            if problem := misfit(bounds, factor, dtype):
                 raise AdapterError(f"{label}: tensor {quote(name)} {problem}")
-        write_(arenas[module.linear.name], module, a, b, scaling)
     return Adapter(
         version=hasher.hexdigest(),
         rank=rank,
@@ -187,11 +200,6 @@ def _build(
         unused_targets=_report_unused(modules, adapter_config, label),
         arenas=arenas,
     )
-
-
-def _copy(tensor: Tensor) -> Tensor:
-    """Contiguous, on the host, and ours: what is hashed is what is used, if training goes on."""
-    return tensor.detach().to("cpu", copy=True).contiguous()
 
 
 def _check(

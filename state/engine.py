@@ -41,7 +41,10 @@ class Rows:
     stream_R: np.ndarray  # uint64
     heeds_eos_R: np.ndarray  # bool
     least_R: np.ndarray  # int32, num_tokens before which no stop counts
-    watched_R: np.ndarray  # bool, has stop ids or stop strings of its own, or streams its text
+    watched_R: np.ndarray  # bool, has stop ids or stop strings of its own
+    streams_R: np.ndarray  # bool, tells its text
+    num_text_R: np.ndarray  # int32, bytes of the text; counted where somebody asks for it
+    num_streamed_R: np.ndarray  # int32, bytes of it that were told
     num_tops_R: np.ndarray  # int32, likeliest tokens to tell for each; -1 = none asked for
     edited_R: np.ndarray  # bool, its logits are changed before they are divided and cut
     num_scored_R: np.ndarray  # int32, prompt scores it had as it became a row; -1 = none asked for
@@ -51,6 +54,10 @@ class Rows:
     delta_R: np.ndarray  # int32, what is added to a place behind the prompt to give its position
     tail_RB: np.ndarray  # int32, token of position p at p % B, for the newest B positions
     tail_logprob_RB: np.ndarray  # float32, likewise, of tokens drawn since the row was admitted
+    # What was drawn since then up to the newest block's end: (tokens, logprobs, digest) for each
+    # block's part, the digest empty without prefix caching. What comes behind is in the tails.
+    sealed: tuple[tuple[tuple[np.ndarray, np.ndarray, bytes], ...], ...]
+    texts: tuple[bytes | None, ...]  # as in the record
     tail_tops: tuple[tuple[Scores, ...], ...]  # behind the record's, one for each such token
     tail_hidden: tuple[tuple[np.ndarray, ...], ...]  # behind the record's, one for each step
 
@@ -118,6 +125,9 @@ _COLUMNS = {
     "heeds_eos_R": np.bool_,
     "least_R": np.int32,
     "watched_R": np.bool_,
+    "streams_R": np.bool_,
+    "num_text_R": np.int32,
+    "num_streamed_R": np.int32,
     "num_tops_R": np.int32,
     "edited_R": np.bool_,
     "num_scored_R": np.int32,
@@ -146,6 +156,8 @@ def empty_host(
         tables=(),
         tail_RB=locked(np.zeros((0, block_size), np.int32)),
         tail_logprob_RB=locked(np.zeros((0, block_size), np.float32)),
+        sealed=(),
+        texts=(),
         tail_tops=(),
         tail_hidden=(),
         **{name: frozen((), dtype) for name, dtype in _COLUMNS.items()},
@@ -257,7 +269,10 @@ def make_row(
         "stream_R": record.stream,
         "heeds_eos_R": not sampling.ignore_eos,
         "least_R": min(num_prompt + sampling.min_tokens, LARGEST_INT),
-        "watched_R": bool(sampling.stop or sampling.stop_ids or sampling.stream),
+        "watched_R": bool(sampling.stop or sampling.stop_ids),
+        "streams_R": sampling.stream,
+        "num_text_R": record.num_text,
+        "num_streamed_R": record.num_streamed,
         "num_tops_R": -1 if sampling.logprobs is None else sampling.logprobs,
         "edited_R": record.edits is not None,
         "num_scored_R": record.num_scored if record.scores_prompt else -1,
@@ -275,33 +290,57 @@ def make_row(
         tables=(table,),
         tail_RB=locked(tail),
         tail_logprob_RB=locked(np.zeros((1, block_size), np.float32)),
+        sealed=((),),
+        texts=(record.text,),
         tail_tops=((),),
         tail_hidden=((),),
         **{name: frozen((values[name],), dtype) for name, dtype in _COLUMNS.items()},
     )
 
 
-def unsealed(rows: Rows, row: int, record: RequestState) -> tuple[np.ndarray, np.ndarray]:
-    """The row's newest tokens and logprobs, those its record does not have yet."""
-    start = len(record.request.tokens) + len(record.generated)
-    first = start % rows.tail_RB.shape[1]  # all of them stand in one block
+def unsealed(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
+    """The row's newest tokens and logprobs, behind those in `sealed`."""
+    B, start, sealed = rows.tail_RB.shape[1], int(rows.num_known_R[row]), len(rows.sealed[row])
+    if sealed:
+        start = (start // B + sealed) * B
+    first = start % B  # all of them stand in one block
     places = row, slice(first, first + int(rows.num_tokens_R[row]) - start)
     return rows.tail_RB[places], rows.tail_logprob_RB[places]
 
 
-def completed_record(rows: Rows, row: int, record: RequestState, **changes: Any) -> RequestState:
-    """The record with everything the row has generated, and with `changes`."""
-    tokens, logprobs = unsealed(rows, row, record)
-    tops, hidden = rows.tail_tops[row], rows.tail_hidden[row]
+def drawn_parts(rows: Rows, row: int) -> tuple[list[np.ndarray], list[np.ndarray]]:
+    """The tokens and logprobs that the row has drawn, behind those of its record, in parts."""
+    tokens, logprobs = unsealed(rows, row)
+    sealed = rows.sealed[row]
+    return [*(part[0] for part in sealed), tokens], [*(part[1] for part in sealed), logprobs]
+
+
+def chain(rows: Rows, row: int, record: RequestState) -> tuple[bytes, ...]:
+    """The digests of the row's full blocks, and of those of its prompt, in order."""
+    return record.digests + tuple(part[2] for part in rows.sealed[row] if part[2])
+
+
+def with_tails(rows: Rows, row: int, record: RequestState) -> RequestState:
+    """The record with the row's likeliest tokens and hidden states behind its own."""
+    tops, hidden, changes = rows.tail_tops[row], rows.tail_hidden[row], {}
     if tops:  # one chunk for all of them: a chunk for each token would be copied with every token
         changes["tops"] = (*record.tops, joined(tops, tops[0].top_id_NK.shape[1]))
     if hidden:
         changes["hidden"] = (*record.hidden, locked(np.concatenate(hidden, axis=1)))
+    return evolve(record, **changes) if changes else record
+
+
+def completed_record(rows: Rows, row: int, record: RequestState) -> RequestState:
+    """The record with everything the row has generated."""
+    tokens, logprobs = drawn_parts(rows, row)
     return evolve(
-        record,
-        generated=locked(np.concatenate((record.generated, tokens))),
-        logprobs=locked(np.concatenate((record.logprobs, logprobs))),
-        **changes,
+        with_tails(rows, row, record),
+        generated=locked(np.concatenate((record.generated, *tokens))),
+        logprobs=locked(np.concatenate((record.logprobs, *logprobs))),
+        generated_digests=chain(rows, row, record)[len(record.prompt_digests) :],
+        text=rows.texts[row],
+        num_text=int(rows.num_text_R[row]),
+        num_streamed=int(rows.num_streamed_R[row]),
     )
 
 
@@ -467,5 +506,7 @@ def check_rows(host: HostState, block_size: int) -> None:
     for row, request_id in enumerate(rows.ids):
         record = host.requests[request_id]
         assert rows.versions[row] == record.version
-        sealed = int(rows.num_prompt_R[row]) + len(record.generated)
-        assert sealed >= int(rows.num_tokens_R[row]) // block_size * block_size
+        assert rows.num_known_R[row] == len(record.request.tokens) + len(record.generated)
+        assert len(unsealed(rows, row)[0]) == min(
+            rows.num_tokens_R[row] % block_size, rows.num_tokens_R[row] - rows.num_known_R[row]
+        )

@@ -154,9 +154,9 @@ def _dicts(
 class RequestState:
     """Progress of one live request.
 
-    While it runs, the newest tokens, and what was found out about them, live in the columns of
-    `Rows`; `generated` is then complete up to the last block boundary. While it waits, `generated`
-    is complete and nothing is computed.
+    While it runs, all tokens since it became a row, and what was found out about them, live in the
+    columns of `Rows`: the record stands still, and `progress` puts the two together. While it
+    waits, `generated` is complete and nothing is computed.
     """
 
     request: Request  # `tokens` is a read-only int32 array here, -1 where an embedding stands
@@ -180,8 +180,11 @@ class RequestState:
     logprobs: np.ndarray  # float32
     num_cached: int
     num_preemptions: int
-    text: bytes | None  # generated text so far; None where no stop string or stream asks for it
-    num_streamed: int  # bytes of `text` that `Outputs.texts` has told
+    # The end of the generated text, what is still to be told and where a stop string may begin;
+    # None where no stop string or stream asks for it.
+    text: bytes | None
+    num_text: int  # bytes of the whole text
+    num_streamed: int  # bytes of it that `Outputs.texts` has told
     early_edits: LogitEdits | None  # what changes the logits until `min_tokens` are generated
     edits: LogitEdits | None  # and from then on; None where nothing does
     tops: tuple[Scores, ...]  # of `generated`, where asked for

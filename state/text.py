@@ -16,10 +16,11 @@ class TokenTable:
     shows a replacement character that the text does not have.
     """
 
-    __slots__ = ("_digest", "pieces")
+    __slots__ = ("_digest", "_whole", "pieces")
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self.pieces = tuple(pieces)
+        self._whole = tuple(map(_whole, self.pieces))
         self._digest = blake3(framed("purestep/tokens/1", *self.pieces)).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -35,6 +36,10 @@ class TokenTable:
     def piece(self, token: int) -> bytes:
         """The bytes of one token; none for an id the tokenizer does not know."""
         return self.pieces[token] if token < len(self.pieces) else b""
+
+    def whole(self, token: int) -> str | None:
+        """The text of one token by itself; None where it holds parts of characters."""
+        return self._whole[token] if token < len(self._whole) else ""
 
     def join(self, tokens: np.ndarray) -> bytes:
         """The bytes of a run of tokens; ids the tokenizer does not know add nothing."""
@@ -63,7 +68,7 @@ def tellable(text: bytes, start: int, stops: tuple[str, ...]) -> int:
     What may be the beginning of a stop string is held back, and so is half a character; so what
     is told, decoded piece by piece, is always a prefix of the final text.
     """
-    end = len(text) - max((_overlap(text, stop.encode()) for stop in stops), default=0)
+    end = len(text) - overlap(text, stops)
     if text[start:end].isascii():
         return max(start, end)
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -71,8 +76,13 @@ def tellable(text: bytes, start: int, stops: tuple[str, ...]) -> int:
     return max(start, end - len(decoder.getstate()[0]))
 
 
+def overlap(text: bytes, stops: tuple[str, ...]) -> int:
+    """The length of the longest end of `text` that one of `stops` begins with, but for all of it:
+    what has to be kept of a text to find them in what comes behind."""
+    return max((_overlap(text, stop.encode()) for stop in stops), default=0)
+
+
 def _overlap(text: bytes, needle: bytes) -> int:
-    """The length of the longest end of `text` that `needle` begins with, but for all of it."""
     most = min(len(text), len(needle) - 1)
     return next((n for n in range(most, 0, -1) if needle.startswith(text[-n:])), 0)
 
@@ -80,3 +90,10 @@ def _overlap(text: bytes, needle: bytes) -> int:
 def decode(text: bytes) -> str:
     """Text for people: an unfinished character at the end shows as a replacement character."""
     return text.decode("utf-8", errors="replace")
+
+
+def _whole(piece: bytes) -> str | None:
+    try:
+        return piece.decode()
+    except UnicodeDecodeError:
+        return None

@@ -18,7 +18,7 @@ from purestep.simulation.media import facts
 from purestep.state.adapters import check_adapters, has_place, pinned_versions
 from purestep.state.blocks import check_blocks, free_order
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
-from purestep.state.engine import HostState, block_holders, check_rows, encoder_items
+from purestep.state.engine import HostState, block_holders, chain, check_rows, encoder_items
 from purestep.state.media import embed_runs, group_embeds, overlap_groups, rows_in_window
 from purestep.state.plan import StepPlan
 from purestep.state.request import Request, RequestState
@@ -305,8 +305,9 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
     for row, key in enumerate(before.rows.ids):
         if key in after.rows.ids:
             continue
-        chain = zip(before.rows.tables[row].tolist(), before.requests[key].digests, strict=False)
-        freed = [b for b, d in chain if old.refs[b] == 1 and new.digest_of.get(b) == d]
+        digests = chain(before.rows, row, before.requests[key])
+        held = zip(before.rows.tables[row].tolist(), digests, strict=False)
+        freed = [b for b, d in held if old.refs[b] == 1 and new.digest_of.get(b) == d]
         stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
         assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
     queued = [b for b in free_order(old) if b in old.digest_of]
@@ -341,7 +342,7 @@ def law_20_no_hit_crosses_versions(host: HostState) -> None:
     """21.20: what a row holds under a key is its own chain, of its own adapter's version; and all
     blocks before one that has a key have one, or never had."""
     for row, key in enumerate(host.rows.ids):
-        digests = host.requests[key].digests
+        digests = chain(host.rows, row, host.requests[key])
         for k, block in enumerate(host.rows.tables[row].tolist()):
             found = host.blocks.digest_of.get(block)
             assert found is None or digests[k] == found, f"{key} holds another's block {block}"

@@ -178,11 +178,18 @@ class Machine:
         host, old = self.state.host, before.host
         check_state(self.config, host, self.state.device, old if self.number > 1 else None)
         law_3_pins_stay(old, host, kind)
+        sealed, before_it = (dict(zip(h.rows.ids, h.rows.sealed, strict=True)) for h in (host, old))
         for key, now in host.requests.items():
-            if not now.loading and old.requests.get(key) is not now:
+            grown = sealed.get(key) is not before_it.get(key)
+            if not now.loading and (grown or old.requests.get(key) is not now):
                 told = self.live[key]
                 law_16_keys_are_contents(
-                    self.config, now, told.sequence, told.request, self.known, self.names
+                    self.config,
+                    progress(host, key),
+                    told.sequence,
+                    told.request,
+                    self.known,
+                    self.names,
                 )
         law_19_cached_is_computed(self.config, host, self.state.device, self.known, self.cells)
         prompts = {r.request.prompt_embeds for r in host.requests.values()} - {None}

@@ -445,8 +445,8 @@ MUTANTS = (
     mutant(
         "the end of a preempted row's tokens is forgotten",
         completed_record,
-        "np.concatenate((record.generated, tokens))",
-        "np.concatenate((record.generated, tokens[:-1]))",
+        "np.concatenate((record.generated, *tokens))",
+        "np.concatenate((record.generated, *tokens[:-1], tokens[-1][:-1]))",
     ),
 )
 

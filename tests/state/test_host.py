@@ -488,8 +488,9 @@ def test_what_rows_ask_for_moves_into_records_a_chunk_a_block() -> None:
     for _ in range(18):
         state, _ = toy_step(state)
         record = state.host.requests["a"]
-        assert len(record.tops) <= 1 + len(record.generated) // 4
-        assert len(record.hidden) <= 1 + len(record.generated) // 4
+        num_full = len(state.host.rows.sealed[0])
+        assert len(record.tops) <= num_full
+        assert len(record.hidden) <= num_full
         assert len(state.host.rows.tail_tops[0]) < 4
         assert len(state.host.rows.tail_hidden[0]) < 5
     assert len(progress(state.host, "a").generated) == 18
