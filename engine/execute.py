@@ -160,7 +160,8 @@ def _sampled(
     if raw_SV is None:
         result = replace(NOTHING, **found)
         return device.drawn, lambda: result
-    token_S, fields = sampled(raw_SV, plan.sampling, program.processors, device.pool.ring)
+    ring, processors = device.pool.ring, program.processors
+    token_S, fields = sampled(raw_SV, plan.sampling, processors, ring, plan.step)
     return (plan.step, token_S), lambda: StepResult(**fields(), **found)
 
 
