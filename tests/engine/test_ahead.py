@@ -20,8 +20,8 @@ from purestep.engine import (
     submit,
 )
 from purestep.engine.graphs import graphs_of
-from purestep.state.plan import StepPlan
 from purestep.state.engine import all_tokens, check_host
+from purestep.state.plan import StepPlan
 from tests.engine.tiny import prompt, request, run, tiny_program, with_adapters
 
 BUCKETS = (1, 2, 4, 8)
