@@ -21,6 +21,7 @@ from purestep.engine.generate import generate
 from purestep.engine.loader import Resolver
 from purestep.engine.prepare import prepare
 from purestep.engine.program import Program
+from purestep.engine.step import step
 from purestep.state.errors import BatchFileError, BatchLineError, RequestError
 from purestep.state.request import Completion, FinishReason, Request
 from purestep.state.sampling import GREEDY_BELOW, SamplingParams
@@ -160,7 +161,7 @@ def run_lines(
         adapters=job.adapters,
         resolver=job.resolver,
         on_step=progress.step,
-        advance=dry_step if job.dry_run else None,
+        advance=dry_step if job.dry_run else step,
     ):
         run.collect(completion)
 

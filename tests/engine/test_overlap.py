@@ -380,11 +380,11 @@ def test_generate_tells_the_same_either_way() -> None:
         for n in range(20)
     ]
     found = []
-    for advance in (step, step_ahead, None):
+    for advance in (step, step_ahead):
         steps: list[Outputs] = []
         done = generate(program, items, advance=advance, on_step=steps.append)
         found.append({c.key: c.tokens.tolist() for c in done})
         numbers = [outputs.step for outputs in steps]
         assert numbers == list(range(len(numbers))), "each step is told once"
         assert sum(len(outputs.ids) for outputs in steps) == sum(map(len, found[-1].values()))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]
