@@ -12,7 +12,7 @@ from torch import Tensor
 
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
-from purestep.engine.graphs import can_replay, enqueue, graphs_of
+from purestep.engine.graphs import can_replay, enqueue
 from purestep.engine.policy import Policy
 from purestep.engine.pool import owned
 from purestep.engine.program import Program
@@ -24,8 +24,9 @@ from purestep.state.request import frozen
 
 def look_ahead(
     program: Program, state: EngineState, host: HostState, plan: StepPlan, policy: Policy
-) -> Callable[[Tensor], None] | None:
-    """What `execute` may do between queueing `plan` and waiting for its tokens, if anything.
+) -> Callable[[Tensor], StepPlan | None] | None:
+    """What `execute` may do between queueing `plan` and waiting for its tokens, if anything; it
+    tells which plan it has queued.
 
     `host` has `plan` in flight. Safe whatever the tokens turn out to be: the work is begun only if
     it overwrites nothing that a state counts on, so that all it writes is free or uncomputed.
@@ -33,18 +34,18 @@ def look_ahead(
     if not program.graphs or not plan.sampled_R.all() or plan.scored or plan.hidden:
         return None
 
-    def meanwhile(token_S: Tensor) -> None:
+    def meanwhile(token_S: Tensor) -> StepPlan | None:
         guessed, _ = commit(state.config, host, plan, guess(state.config, plan))
         if guessed.idle:
-            return
+            return None
         try:
             _, following = schedule(state.config, guessed, policy)
         except Exception:  # a policy's own; where the true state brings it about, it raises there
-            return
-        if follows(state.config, plan, following):
-            pool = owned(state.device)
-            enqueue(program, pool, following, token_S)
-            graphs_of(pool).ahead = program, following
+            return None
+        if not follows(state.config, plan, following):
+            return None
+        enqueue(program, owned(state.device), following, token_S)
+        return following
 
     return meanwhile
 

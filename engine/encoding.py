@@ -24,6 +24,7 @@ these tokens again and again.
 
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import compress
 
 from purestep.engine.config import Config
 from purestep.state.encoder import (
@@ -37,7 +38,7 @@ from purestep.state.encoder import (
     shrunk,
     told,
 )
-from purestep.state.engine import HostState
+from purestep.state.engine import HostState, plan_places
 from purestep.state.media import Feature, group_embeds, overlap_groups, rows_in_window
 from purestep.state.plan import EncodedItem, StepPlan
 from purestep.state.request import RequestState
@@ -255,14 +256,16 @@ def holds_of(record: RequestState, before: int | None = None) -> list[tuple[str,
 
 def settled(host: HostState, plan: StepPlan, left: Iterable[str]) -> EncoderLedger:
     """The ledger once a plan has been executed: what it encoded is computed; its rows let go of
-    the items they have passed, those that `left` of all."""
+    the items they have passed, those that `left` of all. A row that is gone has let go, and one of
+    its name is another's."""
     ledger = host.encoder
     if plan.encodes:
         ledger = computed(ledger, [item.identifier for item in plan.encodes if item.keep])
     if not ledger.holders:
         return ledger
     ends = zip(plan.row_ids, (plan.start_R + plan.count_R).tolist(), strict=True)
-    before: dict[str, int | None] = dict(ends) | dict.fromkeys(left)
+    there = (plan_places(host, plan) >= 0).tolist()
+    before: dict[str, int | None] = dict(compress(ends, there)) | dict.fromkeys(left)
     released = [
         pair
         for key, end in before.items()

@@ -33,8 +33,9 @@ NOTHING = StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
 Drawn = tuple[int, torch.Tensor] | None
 """The last step that drew tokens, and these, on the device."""
 
-Meanwhile = Callable[[torch.Tensor], None]
-"""What the host does between queueing a step and waiting for it; takes token_S on the device."""
+Meanwhile = Callable[[torch.Tensor], StepPlan | None]
+"""What the host does between queueing a step and waiting for it; takes token_S on the device. Tells
+the decode step that it has queued in turn, for the same rows, if any."""
 
 
 def execute(
@@ -58,11 +59,13 @@ def execute(
     if not (plan.row_ids or plan.copies or plan.drops):
         return device, NOTHING
     with _torn_if_it_fails(pool, plan):
-        drawn, read = _queued(program, device, plan, blobs)
+        (drawn, read), ahead = _queued(program, device, plan, blobs), None
         if meanwhile is not None and plan.sampled_R.any():
             with torch.inference_mode():
-                meanwhile(drawn[1])
+                ahead = meanwhile(drawn[1])
         result = read()
+    if ahead is not None:  # to be taken over by a plan of just these tokens
+        graphs_of(pool).ahead = program, replace(ahead, tokens_T=result.token_S)
     return advance_(replace(device, drawn=drawn), f"step {plan.step}"), result
 
 
@@ -160,7 +163,8 @@ def _sampled(
     if raw_SV is None:
         result = replace(NOTHING, **found)
         return device.drawn, lambda: result
-    token_S, fields = sampled(raw_SV, plan.sampling, program.processors, device.pool.ring)
+    ring, processors = device.pool.ring, program.processors
+    token_S, fields = sampled(raw_SV, plan.sampling, processors, ring, plan.step)
     return (plan.step, token_S), lambda: StepResult(**fields(), **found)
 
 

@@ -48,7 +48,8 @@ class Graphs:
     logits_RV: Tensor  # fp32, as many rows as the largest bucket
     memory: Any = None  # from the first capture on
     captured: dict[BatchDescriptor, Graph] = field(default_factory=dict)
-    # What was enqueued before it was asked for (engine/ahead.py), and on whose weights.
+    # What was enqueued before it was asked for (engine/ahead.py), with the tokens that it has
+    # taken, and on whose weights.
     ahead: tuple[Program, StepPlan] | None = None
     staging: Staging = field(default_factory=Staging)
 
@@ -110,12 +111,12 @@ def enqueue(
 
 
 def same_pass(one: StepPlan, other: StepPlan) -> bool:
-    """Whether two plans that decode ask the same of the device, their tokens left aside."""
+    """Whether two plans that decode ask the same of the device."""
     if one.descriptor != other.descriptor or one.row_ids != other.row_ids:
         return False
     if other.uploads or other.copies or not same_places(one.residents, other.residents):
         return False
-    arrays = ((one.start_R, other.start_R), (one.slot_R, other.slot_R))
+    arrays = ((getattr(one, n), getattr(other, n)) for n in ("start_R", "slot_R", "tokens_T"))
     tables = zip(one.tables, other.tables, strict=True)
     return all(np.array_equal(a, b) for a, b in arrays) and all(
         a is b or np.array_equal(a, b) for a, b in tables

@@ -48,21 +48,21 @@ def check_sound(launched: tuple[Pending, ...]) -> None:
 
 @dataclass(slots=True, eq=False)
 class Ring:
-    """Two pinned buffers, used in turn, through which a step's draws reach the host: one is read
-    while the next step's are on their way into the other."""
+    """Two pinned buffers, for even and for odd steps, through which a step's draws reach the host:
+    one is read while the next step's are on their way into the other. A step that is queued again,
+    as after an interrupt, takes its own again and not that of the step before."""
 
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, dtype=torch.int32)] * 2)
-    turn: int = 0
 
-    def receive(self, found_2S: Tensor) -> Callable[[], np.ndarray]:
+    def receive(self, found_2S: Tensor, step: int) -> Callable[[], np.ndarray]:
         """Begin the copy of int32 numbers; what is returned waits for them, and gives them once."""
         if not found_2S.is_cuda:
             return found_2S.numpy
-        self.turn ^= 1
-        if self.buffers[self.turn].numel() < found_2S.numel():
-            size = 2 * found_2S.numel()
-            self.buffers[self.turn] = torch.empty(size, dtype=torch.int32, pin_memory=True)
-        host_2S = self.buffers[self.turn][: found_2S.numel()].view(found_2S.shape)
+        place = step % 2
+        if self.buffers[place].numel() < found_2S.numel():
+            size, pin = 2 * found_2S.numel(), torch.cuda.is_available()
+            self.buffers[place] = torch.empty(size, dtype=torch.int32, pin_memory=pin)
+        host_2S = self.buffers[place][: found_2S.numel()].view(found_2S.shape)
         host_2S.copy_(found_2S, non_blocking=True)
         copied: Any = torch.cuda.Event()
         copied.record()

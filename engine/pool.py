@@ -24,7 +24,7 @@ from purestep.models.decoder import AdapterRows, EmbedRows, LayerAdapters
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.engine import DeviceState
 from purestep.state.errors import AdapterError, DonatedStateError, TornStateError
-from purestep.state.plan import Overwrites
+from purestep.state.plan import Overwrites, StepPlan
 
 ALIGNMENT = 64  # bytes, as torch's own CPU memory
 
@@ -125,12 +125,16 @@ def advance_(device: DeviceState, consumer: str) -> DeviceState:
     return replace(device, generation=pool.generation)
 
 
-def retract_(device: DeviceState, overwrites: Overwrites) -> None:
-    """Make a handle valid again: what was queued on it is lost, and what that overwrote."""
+def retract_(device: DeviceState, plan: StepPlan) -> None:
+    """Make a handle valid again: what `plan`, queued on it, has made is lost, and what that
+    overwrote."""
     pool = device.pool
     pool.generation = device.generation
-    if not overwrites.empty:
-        pool.torn = overwrites
+    for item in plan.encodes:
+        if item.keep:
+            pool.encoded.pop(item.identifier, None)
+    if not plan.overwrites.empty:
+        pool.torn = plan.overwrites
 
 
 def row_index(place: Residence) -> Tensor:

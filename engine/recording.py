@@ -106,7 +106,7 @@ def _record_step(
         sees=lambda plan, result: told.append(result),
     )
     if after.host.step > state.host.step:
-        write_event(file, plan_event(orders[-1] if orders else None))
+        write_event(file, plan_event(orders[0] if orders else None))  # later ones are of guesses
     for result in told:
         write_event(file, result_event(result))
     return after, outputs

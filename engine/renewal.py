@@ -79,7 +79,7 @@ def _recomputed(config: Config, host: HostState) -> HostState:
         copies=drop_copies(host.copies, draft),
         rows=take_rows(host.rows, []),
         blocks=draft.finish(),
-        encoder=dropped(host.encoder, host.encoder.outputs),
+        encoder=dropped(host.encoder, sorted(host.encoder.outputs)),
     )
 
 

@@ -38,6 +38,7 @@ def sampled(
     rows: SamplingRows,
     processors: Mapping[str, Processor],
     ring: Ring,
+    step: int,
 ) -> tuple[Tensor, Callable[[], dict[str, Any]]]:
     """token_S int32 on the device, and what waits for the fields of a StepResult that concern the
     sampled rows."""
@@ -48,7 +49,7 @@ def sampled(
         edit_(logits_SV, rows.edits)
         errors = process_(logits_SV, rows.edits, processors)
     found_2S = _drawn(logits_SV, raw_SV, rows)
-    read = ring.receive(found_2S)
+    read = ring.receive(found_2S, step)
     asked = (rows.num_tops_S >= 0).any()
     tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S) if asked else ()
 

@@ -84,7 +84,7 @@ def step_ahead(
     try:
         device, result = wait(device)
     except BaseException:
-        retract_(state.device, plan.overwrites)
+        retract_(state.device, plan)
         raise
     return _landed(replace(state, host=host, device=device), result, sees)
 

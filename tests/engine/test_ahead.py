@@ -13,10 +13,15 @@ from purestep.engine import (
     abort,
     fcfs,
     fork,
+    progress,
+    schedule,
     step,
+    step_ahead,
     submit,
 )
-from purestep.state.engine import check_host
+from purestep.engine.graphs import graphs_of
+from purestep.state.engine import all_tokens, check_host
+from purestep.state.plan import StepPlan
 from tests.engine.tiny import prompt, request, run, tiny_program, with_adapters
 
 BUCKETS = (1, 2, 4, 8)
@@ -102,6 +107,41 @@ def test_a_step_takes_over_what_was_queued(eager_graphs: list[int]) -> None:
     state, _ = step(ahead, state)
     assert state.host.idle
     assert len(eager_graphs) == 9, "nothing is queued behind a step that surely is the last"
+
+
+def test_another_request_of_the_same_name_does_not_get_what_was_queued(
+    eager_graphs: list[int],
+) -> None:
+    """It ends in another token, and finds the blocks before that one cached: the same rows, places
+    and blocks as the step that was queued, whose keys it must not see either."""
+    plain, ahead = pair(num_blocks=8)
+    for program, driver in ((ahead, step), (ahead, step_ahead)):
+        state = submit(with_adapters(program, ""), request("x", prompt(1, 6), max_tokens=20))
+        while not state.host.rows.ids or state.host.rows.num_tokens_R[0] < 9:
+            state, _ = step(program, state)
+        tokens = [*all_tokens(progress(state.host, "x"))]
+        state = abort(state, "x")
+        queued = graphs_of(state.device.pool).ahead[1]
+        other = request("x", [*tokens[:8], (tokens[8] + 1) % 128], max_tokens=6)
+        state = submit(state, other)
+        _, plan = schedule(program.config, state.host)
+        assert same_places_and_rows(queued, plan)
+        want = run(plain, with_adapters(plain, ""), [other])[1]["x"]
+        done = {}
+        while not state.host.idle:
+            state, outputs = driver(program, state)
+            done |= {c.id: c for c in outputs.finished}
+        assert done["x"].tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(done["x"].logprobs, want.logprobs, atol=1e-5)
+
+
+def same_places_and_rows(one: StepPlan, two: StepPlan) -> bool:
+    (first,), (second,) = one.tables, two.tables
+    return (
+        (one.row_ids, one.descriptor) == (two.row_ids, two.descriptor)
+        and one.start_R.tolist() == two.start_R.tolist()
+        and first.tolist() == second.tolist()
+    )
 
 
 def test_a_policy_that_fails_on_a_guess_hurts_no_step(eager_graphs: list[int]) -> None:

@@ -5,6 +5,7 @@ or comment tells both values.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -12,12 +13,13 @@ import numpy as np
 import pytest
 from hypothesis import given
 
+from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.encoding import EncoderChoice, plan_encoder
 from purestep.engine.policy import by_priority
-from purestep.engine.requests import submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import schedule
-from purestep.simulation.device import toy_step
+from purestep.simulation.device import execute, toy_step
 from purestep.simulation.media import toy_feature, with_media
 from purestep.simulation.world import toy_config, toy_state
 from purestep.state.encoder import (
@@ -259,6 +261,20 @@ def test_a_row_that_is_preempted_leaves_no_encoding_behind() -> None:
         state, _ = toy_step(state, policy=by_priority)
     assert state.host.idle
     assert seen
+
+
+def test_a_request_of_the_same_name_keeps_what_it_refers_to() -> None:
+    """The one before it, aborted with its plan in flight, had come past the item."""
+    config = media_config(max_batched_tokens=8)
+    state, _ = toy_step(submitted(config, asked("x", 12, toy_feature(3, 1))))
+    host, plan = schedule(config, state.host)
+    device, result = execute(config, state.device, plan, state.blobs)
+    state = abort(replace(state, host=host, device=device), "x")
+    state = submit(state, asked("x", 20, toy_feature(3, 3)))
+    host, _ = schedule(config, state.host)
+    assert host.rows.num_computed_R.tolist() == [8], "within the item"
+    host, _ = commit(config, host, plan, result)
+    assert host.encoder.holders["picture 3"] == (("x", 0),)
 
 
 def test_two_live_requests_encode_a_shared_image_once() -> None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -28,6 +29,7 @@ from purestep.engine import (
     schedule,
     snapshot,
     step,
+    step_ahead,
     submit,
     with_weights,
 )
@@ -286,6 +288,21 @@ def test_a_failed_step_leaves_no_output_behind() -> None:
     state, done = run(program, state, [REQUESTS[0]])
     assert done["other"].tokens.tolist() == right()["other"]
     assert done["first"].tokens.tolist() == right()["first"]
+
+
+def test_a_step_behind_one_that_fails_leaves_no_output_behind() -> None:
+    """It was queued, and has encoded an item, before the one in flight was found to have failed."""
+    program = program_with()
+    text = Request(id="text", tokens=prompt(1, 5), sampling=GREEDY)
+    state, _ = step_ahead(program, submit(init(program), text))
+    state = submit(state, REQUESTS[0])
+    state.device.launched[0].read = Mock(side_effect=RuntimeError("injected"))
+    with pytest.raises(RuntimeError, match="injected"):
+        step_ahead(program, state)
+    state = abort(recover(state), "first")
+    state, _ = run(program, state)
+    assert not state.host.encoder.outputs
+    assert not state.device.pool.encoded
 
 
 def test_data_is_kept_as_long_as_somebody_needs_it() -> None:

@@ -4,6 +4,7 @@ import io
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -39,6 +40,7 @@ from purestep.engine import (
     with_weights,
 )
 from purestep.engine.pack import gather_
+from purestep.engine.pending import Ring
 from purestep.state.engine import check_host
 from purestep.state.errors import InFlightError, StepError, TornStateError
 from purestep.state.plan import StepPlan
@@ -298,6 +300,27 @@ def test_an_interrupted_wait_may_be_repeated() -> None:
     assert finish(program, state) == want
 
 
+class OnDevice(torch.Tensor):
+    """A CPU's tensor that says it lies on a GPU."""
+
+    is_cuda = True
+
+
+def test_a_step_that_is_queued_again_leaves_the_draws_before_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Step 4 is queued twice before step 3 is read, as after an interrupted wait."""
+    monkeypatch.setattr(torch.cuda, "Event", Mock)
+    ring = Ring()
+    draws = {step: torch.full((2, 5), step, dtype=torch.int32) for step in range(3, 7)}
+    read = {n: ring.receive(found.as_subclass(OnDevice), n) for n, found in draws.items() if n < 5}
+    read[4] = ring.receive(draws[4].as_subclass(OnDevice), 4)
+    assert (read[3]() == 3).all()
+    read[5] = ring.receive(draws[5].as_subclass(OnDevice), 5)
+    assert (read[4]() == 4).all()
+    assert (read[5]() == 5).all()
+
+
 def test_two_plans_by_hand_take_their_ids_from_the_device() -> None:
     """Both are made before either runs. Another device, or another order, has not those ids."""
     program = tiny_program()
@@ -357,11 +380,11 @@ def test_generate_tells_the_same_either_way() -> None:
         for n in range(20)
     ]
     found = []
-    for advance in (step, step_ahead, None):
+    for advance in (step, step_ahead):
         steps: list[Outputs] = []
         done = generate(program, items, advance=advance, on_step=steps.append)
         found.append({c.key: c.tokens.tolist() for c in done})
         numbers = [outputs.step for outputs in steps]
         assert numbers == list(range(len(numbers))), "each step is told once"
         assert sum(len(outputs.ids) for outputs in steps) == sum(map(len, found[-1].values()))
-    assert found[0] == found[1] == found[2]
+    assert found[0] == found[1]

@@ -133,6 +133,19 @@ def test_a_real_run_is_folded_without_weights_or_adapter_files() -> None:
     assert state.host.step > 8
 
 
+def test_what_is_planned_ahead_of_time_is_not_recorded(eager_graphs: list[int]) -> None:
+    """A policy is asked once more for the step that is queued behind the present one."""
+    program, tape = tiny_program(row_buckets=(1, 2, 4, 8)), io.StringIO()
+    program = replace(program, fused=True, graphs=True)
+    state = init(program)
+    begin_recording(tape, state)
+    for turn in range(4):
+        state = record(tape, submit, state, request(str(turn), prompt(turn, 5), max_tokens=6))
+        state, _ = record(tape, step, program, state, by_priority)
+    lines = tape.getvalue().splitlines()
+    assert digest(replay(program.config, lines)) == digest(state.host)
+
+
 def test_a_recording_may_begin_at_any_state() -> None:
     program, tape = tiny_program(), io.StringIO()
     state = submit(init(program), request("r", prompt(0, 9), max_tokens=5))

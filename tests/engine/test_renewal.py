@@ -25,7 +25,10 @@ from purestep.engine import (
     unload_adapter,
     with_weights,
 )
+from purestep.engine.renewal import adopt_weights
 from purestep.models.checkpoint import load_checkpoint
+from purestep.simulation.world import toy_config, toy_state
+from purestep.state.encoder import hold, planned
 from purestep.state.errors import AdapterError, ConfigError, StepError, UnknownAdapterError
 from tests.engine.tiny import (
     adapter_folder,
@@ -181,6 +184,17 @@ def test_new_weights_go_on_with_live_requests() -> None:
         assert done[item.id].tokens.tolist() == sofar[item.id] + rest
     assert done["late"].tokens.tolist() == oracle_tokens(model, prompt(0, 9), 12)
     assert done["late"].num_cached_tokens == 8, "blocks of the new weights are shared"
+
+
+def test_what_the_device_is_to_drop_does_not_depend_on_the_hash_seed() -> None:
+    """Several outputs are held as other weights come in: they leave in the order of their names."""
+    names = [f"item {n}" for n in range(12)]
+    state = toy_state(toy_config(encoder_cache_tokens=24))
+    ledger = state.host.encoder
+    for n, name in enumerate(names):
+        ledger = hold(planned(ledger, name, 2), name, ("x", n))
+    after = adopt_weights(replace(state, host=replace(state.host, encoder=ledger)), "other")
+    assert after.host.encoder.leaving == tuple(sorted(names))
 
 
 def test_adopting_is_refused_where_more_differs() -> None:
