@@ -178,6 +178,9 @@ def picture_server() -> Iterator[str]:
                 self.send_header("Location", "file:///etc/passwd")
                 self.end_headers()
                 return
+            if self.path == "/no-http":
+                self.wfile.write(b"220 another protocol\r\n")
+                return
             self.send_response(200 if self.path == "/dot.png" else 404)
             self.end_headers()
             self.wfile.write(PNG)
@@ -232,6 +235,10 @@ def test_adapters_and_images_of_a_line(
         f"{picture_server}/nothing.png": "media_fetch_failed",
         f"{picture_server}/redirect": "media_fetch_failed",
         "http://127.0.0.1:1/x.png": "media_fetch_failed",
+        f"{picture_server}/a dot.png": "media_fetch_failed",
+        f"{picture_server}/no-http": "media_fetch_failed",
+        "file://[dot.png": "media_invalid",
+        "data": "media_not_found",
     }
     part = {"type": "text", "text": "what is it?"}
     lines = [
