@@ -75,13 +75,25 @@ def run_batch(program: Program, job: BatchJob, progress: Progress | None = None)
 
 
 def check_job(job: BatchJob) -> None:
-    """Raises BatchFileError for a job that contradicts itself, OSError without an input."""
+    """Raises BatchFileError for a job that contradicts itself or whose files and folders are none,
+    OSError without an input."""
     if taken := sorted({*job.base_names} & {*job.adapters}):
         raise BatchFileError(f"adapter {taken[0]!r} has a name of the base model")
     if job.window < 1:
         raise BatchFileError(f"window={job.window} must be at least 1")
+    if job.max_tokens < 0:
+        raise BatchFileError(f"max_tokens={job.max_tokens} must be at least 0")
     if job.input.resolve(strict=True) == job.output.resolve():
         raise BatchFileError(f"input and output are the same file, {job.input}")
+    if not job.input.is_file():
+        raise BatchFileError(f"{job.input} is no regular file: a run reads it more than once")
+    if not job.output.absolute().parent.is_dir():
+        raise BatchFileError(f"{job.output} cannot be written: there is no such folder")
+    if job.output.exists() and not job.output.is_file():
+        raise BatchFileError(f"{job.output} is no regular file: a run reads it when it goes on")
+    for root in job.media.roots if job.media else ():
+        if not root.is_dir():
+            raise BatchFileError(f"media root {root} is no folder")
 
 
 class Sink(Protocol):

@@ -6,8 +6,8 @@ followed, it lies below that folder or below one of the media roots.
 
 import base64
 import binascii
+import http.client
 import time
-import urllib.error
 import urllib.request
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,13 +35,16 @@ def read_media(rule: MediaRule, source: str) -> bytes:
     Raises BatchLineError: `media_not_found`, `media_forbidden`, `media_too_large`, `media_invalid`
     or `media_fetch_failed`, naming the source, the value and the limit.
     """
-    scheme = source.partition(":")[0].lower()
+    scheme = source[: source.find(":") + 1].lower().removesuffix(":")  # "" without a colon
     if scheme == "data":
         return _read_data(rule, source)
     if scheme in ("http", "https"):
         return _read_remote(rule, source)
     if scheme == "file":
-        parts = urlsplit(source)
+        try:
+            parts = urlsplit(source)
+        except ValueError as error:
+            raise _error("media_invalid", source, f"is no URL: {error}") from None
         if parts.netloc not in ("", "localhost"):
             raise _error("media_forbidden", source, f"is on another host, {parts.netloc!r}")
         return _read_file(rule, unquote(parts.path), source)
@@ -95,7 +98,7 @@ def _read_remote(rule: MediaRule, source: str) -> bytes:
                     raise _too_large(rule, source, "has more bytes")
                 if time.monotonic() > deadline:
                     raise TimeoutError(f"not complete after {rule.timeout_s} s")
-    except (OSError, ValueError, urllib.error.URLError) as error:
+    except (OSError, ValueError, http.client.HTTPException) as error:  # a space, a foreign protocol
         if isinstance(error, BatchLineError):
             raise
         raise _error("media_fetch_failed", source, f"cannot be fetched: {error}") from None

@@ -4,6 +4,7 @@ import argparse
 import json
 import signal
 import sys
+import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 import torch
 
-from purestep.engine.batch import BatchJob, run_batch
+from purestep.engine.batch import BatchJob, check_job, run_batch
 from purestep.engine.batch_files import count_lines
 from purestep.engine.batch_media import MediaRule
 from purestep.engine.batch_progress import Progress
@@ -29,7 +30,7 @@ from purestep.engine.memory_plan import (
 from purestep.engine.platform import resolve_device, resolve_dtype
 from purestep.engine.program import load_program
 from purestep.state.adapters import ROW_BLOCK
-from purestep.state.errors import BatchLineError, PurestepError
+from purestep.state.errors import BatchFileError, BatchLineError, PurestepError
 
 EXIT_CODES = {
     0: "every line has a result",
@@ -151,7 +152,7 @@ def _add_media(group: Any) -> None:
         "--image-cache-bytes", type=size, default=256 << 20, metavar="BYTES",
         help="of processed pictures, so that one that many lines show is processed once",
     )  # fmt: skip
-    group.add_argument("--remote-seconds", type=float, default=10.0, metavar="S")
+    group.add_argument("--remote-seconds", type=seconds, default=10.0, metavar="S")
 
 
 def _add_ray(group: Any) -> None:
@@ -159,8 +160,8 @@ def _add_ray(group: Any) -> None:
         "--ray", nargs="?", const="local", metavar="ADDRESS",
         help="run on Ray (extra purestep[ray]): the cluster at ADDRESS, by default a local one",
     )  # fmt: skip
-    group.add_argument("--ray-actors", type=int, default=1, metavar="N", help="engines")
-    group.add_argument("--ray-cpus", type=int, default=1, metavar="N", help="of each engine")
+    group.add_argument("--ray-actors", type=count, default=1, metavar="N", help="engines")
+    group.add_argument("--ray-cpus", type=count, default=1, metavar="N", help="of each engine")
     group.add_argument("--ray-gpus", type=float, default=0, metavar="X", help="of each engine")
 
 
@@ -179,7 +180,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--seed", type=int, default=0, help="of lines that bring none")
     group.add_argument("--no-prefix-caching", action="store_true")
     group.add_argument("--compile", action="store_true", help="torch.compile, on a CPU")
-    group.add_argument("--threads", type=int, metavar="N", help="of torch; by default its choice")
+    group.add_argument("--threads", type=count, metavar="N", help="of torch; by default its choice")
 
 
 def _add_plan(commands: Any) -> None:
@@ -243,9 +244,27 @@ def size(text: str) -> int:
         found = float(number) * 2 ** units[unit] if unit else int(number)
     except ValueError:
         raise argparse.ArgumentTypeError(f"{text!r} is no size like 1000, 20MiB, 1.5GiB") from None
-    if not 0 < found < 2**63:
-        raise argparse.ArgumentTypeError(f"{text!r} must be above 0")
+    if not 1 <= found < 2**63:
+        raise argparse.ArgumentTypeError(f"{text!r} must be 1 to 2**63 - 1 bytes")
     return int(found)
+
+
+def count(text: str) -> int:
+    """A whole number of at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} must be a whole number of at least 1")
+    return int(text)
+
+
+def seconds(text: str) -> float:
+    """A time that a socket can wait for."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= 86400:
+        raise argparse.ArgumentTypeError(f"{text!r} must be above 0, and at most 86400 seconds")
+    return found
 
 
 def named_path(text: str) -> tuple[str, str]:
@@ -262,8 +281,14 @@ def batch_command(args: argparse.Namespace) -> int:
         job = batch_job(args)
         progress = make_progress(args)
         run = _on_ray(args, job, progress) if args.ray else _alone(args, job, progress)
+    except KeyboardInterrupt:
+        say("interrupted before anything was run")
+        return 130
     except (PurestepError, OSError, ImportError) as error:
         say(f"purestep: {error}")
+        return 2
+    except Exception as error:  # of a checkpoint's files, whatever reads them raises what it likes
+        say(f"purestep: {type(error).__name__}: {error}")
         return 2
     code = _stopped_by(run)
     if progress.counts.steps or code != 2:
@@ -310,20 +335,31 @@ def _stopped_by(run: Callable[[], object]) -> int:
     except (OSError, MemoryError, RuntimeError) as error:
         say(f"purestep: stopped: {type(error).__name__}: {error}")
         return 4
+    except Exception:  # never 1, which says that the run is complete
+        traceback.print_exc()
+        say("purestep: stopped by an error that should not be; what was finished is kept")
+        return 4
     finally:
         signal.signal(signal.SIGTERM, before)
     return 0
 
 
 def batch_job(args: argparse.Namespace) -> BatchJob:
-    """What the options ask for. Raises OSError where the input cannot be read."""
+    """What the options ask for, checked. Raises BatchFileError or OSError."""
     folder = args.input.resolve(strict=True).parent
     names = {args.model_name, str(args.model), args.model.resolve().name} - {None}
-    return BatchJob(
+    adapters = dict(args.adapter)
+    if len(adapters) < len(args.adapter):
+        given = [name for name, _ in args.adapter]
+        twice = next(name for name in given if given.count(name) > 1)
+        raise BatchFileError(f"--adapter names {twice!r} more than once")
+    if args.adapter_dir is not None and not args.adapter_dir.is_dir():
+        raise BatchFileError(f"--adapter-dir {args.adapter_dir} is no folder")
+    job = BatchJob(
         input=args.input,
         output=args.output,
         base_names=tuple(sorted(names)),
-        adapters=dict(args.adapter),
+        adapters=adapters,
         resolver=folder_resolver(args.adapter_dir) if args.adapter_dir else None,
         media=MediaRule(
             folder=folder,
@@ -339,6 +375,8 @@ def batch_job(args: argparse.Namespace) -> BatchJob:
         strict=args.strict,
         dry_run=args.dry_run,
     )
+    check_job(job)  # before the model is loaded, which takes long
+    return job
 
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
@@ -359,6 +397,12 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def make_progress(args: argparse.Namespace) -> Progress:
+    """Raises BatchFileError where the metrics would go into another file of the run, OSError where
+    they cannot be written."""
+    if args.metrics is not None:
+        if args.metrics.resolve() in (args.input.resolve(), args.output.resolve()):
+            raise BatchFileError(f"--metrics {args.metrics} is the input or the output of the run")
+        args.metrics.open("a").close()
     bar = sys.stderr.isatty() if args.progress is None else args.progress
     total = count_lines(args.input) if bar else None
     return Progress(total=total, bar=bar, metrics=args.metrics)

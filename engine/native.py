@@ -3,6 +3,7 @@
 Nothing is compiled at import, nothing has to be: without a compiler everything runs in plain torch.
 """
 
+import atexit
 import os
 import platform
 import shutil
@@ -32,7 +33,7 @@ def use_native() -> bool:
     if os.environ.get(SWITCH) == "0" or sys.platform != "linux":
         return False
     try:
-        native.load(str(build()))
+        _load(build())
     except (OSError, subprocess.SubprocessError) as error:
         why = (getattr(error, "stderr", None) or str(error)).strip()[:500]
         warnings.warn(
@@ -57,15 +58,30 @@ def build() -> Path:
     return target
 
 
-def cache_dir() -> Path:
-    """A directory of the user's that can be written, or else a new one for this process."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = base / "purestep" / "native"
+def _load(library: Path) -> None:
+    """Have a library used. One that cannot be loaded (a power cut may leave an empty file under its
+    name) is compiled anew, once."""
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        native.load(str(library))
     except OSError:
-        return Path(tempfile.mkdtemp(prefix="purestep-"))
-    return folder if os.access(folder, os.W_OK) else Path(tempfile.mkdtemp(prefix="purestep-"))
+        _compile(_compiler(), library)
+        native.load(str(library))
+
+
+def cache_dir() -> Path:
+    """A directory of the user's that can be written, or else a new one for this process, which
+    takes it away at its end."""
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        folder = base / "purestep" / "native"
+        folder.mkdir(parents=True, exist_ok=True)
+        if os.access(folder, os.W_OK):
+            return folder
+    except (OSError, RuntimeError):  # RuntimeError: a user without a home directory
+        pass
+    folder = Path(tempfile.mkdtemp(prefix="purestep-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
 
 
 def _compile(compiler: str, target: Path) -> None:

@@ -25,6 +25,7 @@ from purestep.engine.batch import (
     run_lines,
 )
 from purestep.engine.batch_files import Line, ResultFile, read_lines
+from purestep.engine.batch_media import MediaRule
 from purestep.engine.batch_progress import Counts, Progress
 from purestep.engine.batch_rows import FIELDS, custom_id_of, read_object
 from purestep.engine.dry_run import dry_program
@@ -155,6 +156,7 @@ def ray_processor(
 
     Columns called as the fields of a line of a batch file, of either form, are what a row asks for;
     nulls count as absent, other columns are the caller's own.
+    Images are files below `media_folder`.
     `result` is the JSON text of the record, without `line` and `digest`; a row that cannot be run
     has an `error` there. `options` are those of `load_program`.
     """
@@ -165,6 +167,7 @@ def ray_processor(
         base_names=base_names,
         adapters=dict(adapters or {}),
         resolver=None if adapter_dir is None else folder_resolver(adapter_dir),
+        media=MediaRule(folder=folder),
         max_tokens=max_tokens,
         window=batch_size,
     )

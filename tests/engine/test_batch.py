@@ -14,11 +14,9 @@ import pytest
 from purestep.engine import batch as batch_module
 from purestep.engine import init, load_adapter, load_program, prepare
 from purestep.engine.batch_records import NEVER, _finite, encoded
-from purestep.engine.cli import main
 from purestep.engine.generate import generate
 from purestep.state.sampling import SamplingParams
 from tests.engine.batch_fixtures import (
-    SMALL,
     adapters,
     batch,
     bytes_checkpoint,
@@ -178,6 +176,9 @@ def picture_server() -> Iterator[str]:
                 self.send_header("Location", "file:///etc/passwd")
                 self.end_headers()
                 return
+            if self.path == "/no-http":
+                self.wfile.write(b"220 another protocol\r\n")
+                return
             self.send_response(200 if self.path == "/dot.png" else 404)
             self.end_headers()
             self.wfile.write(PNG)
@@ -232,6 +233,10 @@ def test_adapters_and_images_of_a_line(
         f"{picture_server}/nothing.png": "media_fetch_failed",
         f"{picture_server}/redirect": "media_fetch_failed",
         "http://127.0.0.1:1/x.png": "media_fetch_failed",
+        f"{picture_server}/a dot.png": "media_fetch_failed",
+        f"{picture_server}/no-http": "media_fetch_failed",
+        "file://[dot.png": "media_invalid",
+        "data": "media_not_found",
     }
     part = {"type": "text", "text": "what is it?"}
     lines = [
@@ -494,27 +499,6 @@ def test_strict_stops_at_the_first_bad_line(
     code, records = run_lines(tmp_path, lines, "--strict", "--window=4")
     assert (code, sorted(records)) == (0, list(range(1, 13)))
     assert kept.items() <= records.items()
-
-
-@pytest.mark.parametrize(
-    ("options", "words"),
-    [
-        (["--max-rows=0"], "max_rows=0"),
-        (["--window=0"], "window=0"),
-        (["--device=nowhere"], "nowhere"),
-        (["--adapter-bytes=100"], "adapter_bytes=100"),
-        (["--model-name=a", "--adapter=a=anywhere"], "name of the base model"),
-    ],
-)
-def test_wrong_options_run_nothing(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], options: list[str], words: str
-) -> None:
-    write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
-    small = [option for option in SMALL if not option.startswith("--lora")]
-    files = [str(bytes_checkpoint()), str(tmp_path / "in.jsonl"), str(tmp_path / "out.jsonl")]
-    assert main(["batch", *files, *small, *options]) == 2
-    assert words in capsys.readouterr().err
-    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_figures_are_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

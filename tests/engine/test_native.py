@@ -1,6 +1,10 @@
 """Compiling the C forms: once, in the user's cache; without them one warning and plain torch."""
 
+import os
 import shutil
+import subprocess
+import sys
+import textwrap
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -89,6 +93,48 @@ def test_a_cache_that_cannot_be_written_is_no_obstacle(
     folder = native.cache_dir()
     assert folder.is_dir()
     assert tmp_path not in folder.parents
+
+
+def test_a_cache_of_one_process_leaves_with_it(tmp_path: Path) -> None:
+    """Also where a user has no home at all, as in a container."""
+    (tmp_path / "file").touch()
+    (tmp_path / "new").mkdir()
+    code = """
+        import pathlib
+        from purestep.engine import native
+        def homeless(): raise RuntimeError("Could not determine home directory.")
+        print(native.cache_dir())
+        pathlib.Path.home = homeless
+        native.os.environ.pop("XDG_CACHE_HOME")
+        print(native.cache_dir())
+    """
+    places = {"XDG_CACHE_HOME": str(tmp_path / "file"), "TMPDIR": str(tmp_path / "new")}
+    told = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)],
+        env=os.environ | places,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    folders = list(map(Path, told.stdout.split()))
+    assert [folder.parent for folder in folders] == [tmp_path / "new"] * 2
+    assert not list((tmp_path / "new").iterdir())
+
+
+@needs_compiler
+@pytest.mark.parametrize("content", [b"", b"torn"])
+def test_a_broken_library_is_compiled_anew(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, content: bytes
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(native, "_compile", lambda _, target: target.write_bytes(content))
+    library = native.build()
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert native.use_native()
+    assert library.read_bytes() != content
 
 
 @needs_compiler

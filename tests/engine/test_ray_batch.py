@@ -65,6 +65,20 @@ def test_two_actors_write_what_one_engine_writes(tmp_path: Path, local_ray: None
     assert batch(tmp_path, *on_ray, "--strict", output="strict.jsonl") == 3
 
 
+def test_a_processor_reads_images_below_its_media_folder_alone(tmp_path: Path) -> None:
+    """Not below the folder that this one is in."""
+    (tmp_path / "images").mkdir()
+
+    class Rows:
+        def map_batches(self, _: Any, *, fn_constructor_args: Any, **__: Any) -> Any:
+            return fn_constructor_args
+
+    folder = tmp_path / "images"
+    _, _, job, _ = ray_processor("model", media_folder=str(folder))(Rows())
+    assert job.media is not None
+    assert (job.media.folder, job.media.roots) == (folder, ())
+
+
 def test_a_processor_takes_its_place_in_a_pipeline(local_ray: None) -> None:
     process = ray_processor(
         str(bytes_checkpoint()),

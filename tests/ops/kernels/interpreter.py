@@ -1,13 +1,9 @@
-"""Where kernels are tested: on a GPU, else by triton's interpreter. Import before any kernel."""
-
-import os
+"""Where kernels are tested: on a GPU, else by triton's interpreter (see tests/conftest.py)."""
 
 import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":
-    os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is defined
-
     from triton.runtime import interpreter
 
     _patch_tensor = interpreter._patch_lang_tensor
