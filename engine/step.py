@@ -134,26 +134,28 @@ def recover(state: EngineState) -> EngineState:
 
 
 def without_flown(host: HostState) -> HostState:
-    """The host state without its plan in flight, of which nobody knows what it has done."""
-    (plan,) = host.in_flight
-    draft = BlockDraft(host.blocks)
-    first_R = plan.start_R // host.rows.tail_RB.shape[1]
-    for table, first in zip(plan.tables, first_R.tolist(), strict=True):
-        for block in table[first:].tolist():
-            draft.forget(block)
-    written = {target for _, target in plan.copies}
+    """The host state without its plans in flight, of which nobody knows what they have done."""
+    plans, draft = host.in_flight, BlockDraft(host.blocks)
+    for plan in reversed(plans):
+        first_R = plan.start_R // host.rows.tail_RB.shape[1]
+        for table, first in zip(plan.tables, first_R.tolist(), strict=True):
+            for block in table[first:].tolist():
+                draft.forget(block)
+        host = replace(host, ended=(*plan.ended, *host.ended))
+    planned = {key for plan in plans for key in plan.row_ids}
+    written = {target for plan in plans for _, target in plan.copies}
     for _, _, table in host.departed:
         draft.release(table)
     adapters = host.adapters
-    uploaded = {place.version for place in plan.uploads}
+    uploaded = {place.version for plan in plans for place in plan.uploads}
     for version in uploaded:
         adapters = evict(adapters, version)
-    for name, _ in plan.loads:
+    for name, _ in (load for plan in plans for load in plan.loads):
         adapters = load_failed(adapters, name)
     hurt = [
         row
         for row, key in enumerate(host.rows.ids)
-        if key in plan.row_ids
+        if key in planned
         or host.rows.versions[row] in uploaded
         or not written.isdisjoint(host.rows.tables[row].tolist())
     ]
@@ -161,13 +163,14 @@ def without_flown(host: HostState) -> HostState:
         host,
         blocks=draft.finish(),
         adapters=adapters,
-        ended=(*plan.ended, *host.ended),
         in_flight=(),
         departed=(),
     )
     host = _recomputed(host, hurt)
-    encoder = dropped(host.encoder, [item.identifier for item in plan.encodes if item.keep])
-    leaving = tuple(dict.fromkeys((*plan.drops, *encoder.leaving)))
+    made = [item.identifier for plan in plans for item in plan.encodes if item.keep]
+    drops = [identifier for plan in plans for identifier in plan.drops]
+    encoder = dropped(host.encoder, made)
+    leaving = tuple(dict.fromkeys((*drops, *encoder.leaving)))
     return replace(host, encoder=replace(encoder, leaving=leaving))
 
 

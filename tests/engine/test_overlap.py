@@ -29,6 +29,7 @@ from purestep.engine import (
     fork,
     generate,
     init,
+    launch,
     record,
     recover,
     replay,
@@ -281,6 +282,24 @@ def test_results_that_cannot_be_had_are_computed_anew(ahead: bool) -> None:
         assert not state.host.in_flight
         assert not state.device.launched
         assert finish(program, state) == want
+
+
+def test_two_plans_whose_results_cannot_be_had_are_computed_anew() -> None:
+    """Both were queued by hand before the first was waited for."""
+    program = tiny_program()
+    items = [request(n, prompt(ord(n), 9), max_tokens=9) for n in "xyz"]
+    want = finish(program, submit_all(init(program), items), step)
+    state = flying(program, *items)
+    host, plan = schedule(program.config, state.host)
+    device = launch(program, state.device, plan, state.blobs)
+    state = replace(state, host=host, device=device)
+    state.device.launched[0].read = failing
+    with pytest.raises(RuntimeError, match="injected"):
+        step(program, state)
+    state = recover(state)
+    check_host(state.host, 4)
+    assert not state.host.in_flight
+    assert finish(program, state) == want
 
 
 def test_an_interrupted_wait_may_be_repeated() -> None:
