@@ -27,7 +27,11 @@ def image_parts(messages: Messages, who: str) -> list[ImagePart]:
     """The images of a chat, in order. Raises MediaError for other media and for broken parts."""
     found = []
     for message in messages:
+        if not isinstance(message, Mapping):
+            raise MediaError(f"{who}: {str(message)[:60]!r} is no message with a role")
         content = message.get("content")
+        if isinstance(content, Mapping):  # a template would write nothing for it
+            raise MediaError(f"{who}: a message's content is one part, must be a list of parts")
         for part in content if isinstance(content, list | tuple) else ():
             kind = part.get("type") if isinstance(part, Mapping) else None
             if kind in OTHER_MEDIA:

@@ -440,6 +440,12 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         {"image_options": {"crop_size": {"height": 28, "width": 28}}},
         "image 1 of 1: the image processor made pixels of shape",
     ),
+    "a part, no list": (
+        [{"role": "user", "content": {"type": "image", "image": picture(9, 9)}}],
+        {},
+        "must be a list of parts",
+    ),
+    "a message of text": ([*message("a"), "b"], {}, "'b' is no message"),
     "a picture blown up": (message(picture(1, 40_000)), {}, "would be resized to .* max_pixels="),
 }
 
