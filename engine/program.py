@@ -28,6 +28,7 @@ from purestep.models.checkpoint import (
 )
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
+from purestep.models.fused import fused_takes
 from purestep.models.rope import rope_for_context
 from purestep.models.vision import Vision
 from purestep.ops import kernels
@@ -166,7 +167,7 @@ def make_program(
     longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
     that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
     steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
-    in one step.
+    in one step, as is always done where they see each other in both directions.
 
     Raises ConfigError naming option, value and limit.
     """
@@ -175,7 +176,8 @@ def make_program(
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
-    graphs = kind == "cuda" and kernels.usable()
+    own_kernels = fused_takes(model)
+    graphs = kind == "cuda" and kernels.usable() and own_kernels
     if lora_vocab is None:
         lora_vocab = kind == "cpu"
     if lora_rows is not None and adapter_bytes is not None:
@@ -190,6 +192,7 @@ def make_program(
     if image_limit is None:
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
+    bidirectional = vision is not None and vision.family.bidirectional
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -219,14 +222,16 @@ def make_program(
         lora_vocab=lora_vocab,
         vision=None if vision is None else vision.config,
         image_limit=image_limit,
-        disable_chunked_mm_input=disable_chunked_mm_input,
+        disable_chunked_mm_input=disable_chunked_mm_input or bidirectional,
+        bidirectional=bidirectional,
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:
         max_encoder_tokens = max(max_batched_tokens, _largest(vision, image_processor))
     config = with_encoder(config, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes)
     config = check_config(choose_num_blocks(check_config(config), num_blocks, kv_bytes))
-    fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
+    native = kind == "cpu" and dtype == "float32" and not compile and own_kernels
+    fused = graphs or (native and use_native())
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,
