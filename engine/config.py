@@ -49,6 +49,7 @@ class Config:
     max_encoder_tokens: int = 0  # embeddings that encoders make in one step; 0 = no media
     encoder_cache_tokens: int = 0  # embeddings kept between steps; 0 = each step encodes anew
     disable_chunked_mm_input: bool = False  # a step computes a media item whole or not at all
+    bidirectional: bool = False  # rows of a media item that stand side by side see each other
     mrope_merge: int = 0  # patches a side of a token, where media are placed by grids; 0 = they
     # are not, and positions are places in the sequence
 
@@ -113,6 +114,11 @@ def check_config(config: Config) -> Config:
             f"max_encoder_tokens={config.max_encoder_tokens}, "
             f"encoder_cache_tokens={config.encoder_cache_tokens} and "
             f"mrope_merge={config.mrope_merge} must be at least 0"
+        )
+    if config.bidirectional and not config.disable_chunked_mm_input:
+        raise ConfigError(
+            "disable_chunked_mm_input=False: rows of an image see each other in this model, so a "
+            "step computes all of them"
         )
     for name in ("token_buckets", "row_buckets"):
         buckets = getattr(config, name)

@@ -14,7 +14,7 @@ from torch import Tensor
 from purestep.engine.config import Config
 from purestep.state.engine import Rows
 from purestep.state.errors import RequestError
-from purestep.state.media import Feature, gather_plan, group_embeds, overlap_groups
+from purestep.state.media import Feature, embed_runs, gather_plan, group_embeds, overlap_groups
 from purestep.state.mrope import check_grids, first_embed, mrope_positions
 from purestep.state.plan import MergedSpan
 from purestep.state.request import Request, RequestState
@@ -134,3 +134,22 @@ def plan_positions(
         known = requests[rows.ids[row]].position_3P[:, start : start + int(count_R[row])]
         position_3T[:, first : first + known.shape[1]] = known
     return locked(position_3T.astype(np.int32))
+
+
+def plan_ends(
+    config: Config, rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]
+) -> np.ndarray | None:
+    """int32 [T]: where what each token sees ends, 0 for its own position; None where all do. Rows
+    of one item that stand side by side see each other. A step has all of them or none."""
+    inside_R = rows.num_computed_R < rows.media_end_R
+    if not (config.bidirectional and inside_R.any()):
+        return None
+    end_T, first_R = np.zeros(count_R.sum(), np.int32), np.cumsum(count_R) - count_R
+    for row in np.flatnonzero(inside_R).tolist():
+        start, first, count = int(rows.num_computed_R[row]), int(first_R[row]), int(count_R[row])
+        for feature in requests[rows.ids[row]].request.features:
+            for low, last in embed_runs(feature):
+                inside = slice(max(low - start, 0), min(last + 1 - start, count))
+                if inside.start < inside.stop:
+                    end_T[first + inside.start : first + inside.stop] = last + 1
+    return locked(end_T) if end_T.any() else None

@@ -54,6 +54,7 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
         # An embedding's place may hold -1; any valid id will do there.
         "token_T": _padded(plan.tokens_T.clip(min=0).astype(np.int64), T, 0),
         **_positions(plan, position_T, T),
+        **({} if plan.end_T is None else {"end_T": _padded(plan.end_T.astype(np.int64), T, 0)}),
         "kv_index_T": _padded(kv_index_T, T, -1),
         "query_start_R1": query_start_R1,
         "context_len_R": context_len_R,

@@ -7,7 +7,7 @@ from immutables import Map
 
 from purestep.engine.config import Config, describe
 from purestep.engine.extras import embedded_spans, probes, row_edits
-from purestep.engine.media import merged_spans, plan_positions
+from purestep.engine.media import merged_spans, plan_ends, plan_positions
 from purestep.state.adapters import AdapterLedger, Residence
 from purestep.state.engine import HostState, Rows, all_tokens, take_rows
 from purestep.state.plan import EncodedItem, Overwrites, SamplingRows, StepPlan
@@ -67,6 +67,7 @@ def make_plan(
         encodes=encodes,
         merges=merged_spans(active, count_R, requests),
         position_3T=plan_positions(config, active, count_R, requests),
+        end_T=plan_ends(config, active, count_R, requests),
         **told,
     )
 

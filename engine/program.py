@@ -29,6 +29,7 @@ from purestep.models.checkpoint import (
 )
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
+from purestep.models.fused import fused_takes
 from purestep.models.rope import rope_for_context
 from purestep.models.vision import Vision
 from purestep.ops import kernels
@@ -168,8 +169,9 @@ def make_program(
     longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
     that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
     steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
-    in one step. Where memory decides on the number of KV blocks, what the largest step's encoding
-    takes is measured first on a GPU, and computed on a CPU (`engine/memory_encoder.py`);
+    in one step, as is always done where they see each other in both directions.
+    Where memory decides on the number of KV blocks, what the largest step's encoding takes is
+    measured first on a GPU, and computed on a CPU (`engine/memory_encoder.py`);
     `skip_encoder_profile` leaves that out, and to you to choose `num_blocks` or `kv_bytes` so that
     the encoder finds memory, or a step with large images may fail for want of it.
 
@@ -180,7 +182,8 @@ def make_program(
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
-    graphs = kind == "cuda" and kernels.usable()
+    own_kernels = fused_takes(model)
+    graphs = kind == "cuda" and kernels.usable() and own_kernels
     if lora_vocab is None:
         lora_vocab = kind == "cpu"
     if lora_rows is not None and adapter_bytes is not None:
@@ -196,6 +199,7 @@ def make_program(
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
     settings = {} if image_processor is None else image_processor.call.to_dict()
+    bidirectional = vision is not None and vision.family.bidirectional
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -225,7 +229,8 @@ def make_program(
         lora_vocab=lora_vocab,
         vision=None if vision is None else vision.config,
         image_limit=image_limit,
-        disable_chunked_mm_input=disable_chunked_mm_input,
+        disable_chunked_mm_input=disable_chunked_mm_input or bidirectional,
+        bidirectional=bidirectional,
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:
@@ -238,7 +243,8 @@ def make_program(
     if vision is not None and num_blocks is None and kv_bytes is None and not skip_encoder_profile:
         encoder_bytes = encoder_peak_bytes(config, vision, settings)
     config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
-    fused = graphs or (kind == "cpu" and dtype == "float32" and use_native() and not compile)
+    native = kind == "cpu" and dtype == "float32" and not compile and own_kernels
+    fused = graphs or (native and use_native())
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,

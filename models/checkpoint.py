@@ -19,6 +19,15 @@ from purestep.models.tensor_files import TOWER, read_json, read_tensors
 from purestep.models.vision import Vision
 from purestep.state.errors import CheckpointError
 
+NORMS = {  # of a layer, in their order: without and with norms behind attention and MLP
+    False: ("input_layernorm", "post_attention_layernorm"),
+    True: (
+        "input_layernorm",
+        "post_attention_layernorm",
+        "pre_feedforward_layernorm",
+        "post_feedforward_layernorm",
+    ),
+}
 EMBED, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 
 
@@ -138,8 +147,8 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     if not config.tie_embeddings:
         shapes[HEAD] = (V, D)
     for i in range(config.num_layers):
-        shapes[f"layers.{i}.input_layernorm.weight"] = (D,)
-        shapes[f"layers.{i}.post_attention_layernorm.weight"] = (D,)
+        for name in NORMS[config.sandwich]:
+            shapes[f"layers.{i}.{name}.weight"] = (D,)
         if config.qk_norm:
             shapes[f"layers.{i}.self_attn.q_norm.weight"] = (config.head_dim,)
             shapes[f"layers.{i}.self_attn.k_norm.weight"] = (config.head_dim,)
@@ -165,6 +174,9 @@ def _has_bias(config: ModelConfig, linear: str) -> bool:
 
 def _params(tensors: dict[str, Tensor], config: ModelConfig) -> Params:
     """Consumes `tensors`, so that no child of a fused linear is held longer than needed."""
+    if config.sandwich:  # Gemma stores what its norms' weights have beyond one
+        for name in [name for name in tensors if name.endswith("norm.weight")]:
+            tensors[name] = tensors[name] + 1
     layers = tuple(_layer(tensors, config, i) for i in range(config.num_layers))
     embed_VD = tensors[EMBED]
     head_VD = embed_VD if config.tie_embeddings else tensors[HEAD]
@@ -183,22 +195,26 @@ def _layer(tensors: dict[str, Tensor], config: ModelConfig, i: int) -> Layer:
             if _has_bias(config, linear.name)
             else None
         )
+    norms = [tensors[f"layers.{i}.{name}.weight"] for name in NORMS[config.sandwich]]
+    attn, attn_out, mlp, mlp_out = norms if config.sandwich else (norms[0], None, norms[1], None)
     norm = None
     if config.qk_norm:
         q, k = (tensors[f"layers.{i}.self_attn.{role}_norm.weight"] for role in "qk")
         norm = torch.cat((q.expand(config.num_heads, -1), k.expand(config.num_kv_heads, -1)))
     return Layer(
-        attn_norm_D=tensors[f"layers.{i}.input_layernorm.weight"],
+        attn_norm_D=attn,
         qkv_OD=weights["qkv"],
         qkv_bias_O=biases["qkv"],
         qk_norm_NH=norm,
         out_DO=weights["out"],
         out_bias_D=biases["out"],
-        mlp_norm_D=tensors[f"layers.{i}.post_attention_layernorm.weight"],
+        attn_out_norm_D=attn_out,
+        mlp_norm_D=mlp,
         gate_up_OD=weights["gate_up"],
         gate_up_bias_O=biases["gate_up"],
         down_DF=weights["down"],
         down_bias_D=biases["down"],
+        mlp_out_norm_D=mlp_out,
     )
 
 

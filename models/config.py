@@ -49,10 +49,19 @@ class ModelConfig:
     mlp_bias: bool
     qk_norm: bool  # RMS norm of each query and key head before the rotation
     windows: tuple[int, ...]  # of each layer: the positions a token sees, itself included; 0 = all
+    activation: str = "silu"  # of the MLP's gate
+    sandwich: bool = False  # Gemma: norms behind attention and MLP too
+    embed_scale: float = 1.0  # on the embedding table's rows, in the model's dtype
+    query_scale: float = 0.0  # the square of what scores are divided by; 0 = head_dim
+    local_rope: RopeConfig | None = None  # of layers with a window; None = `rope`
 
     @property
     def q_size(self) -> int:
         return self.num_heads * self.head_dim
+
+    @property
+    def attention_scale(self) -> float:
+        return (self.query_scale or self.head_dim) ** -0.5
 
     @property
     def kv_size(self) -> int:

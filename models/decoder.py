@@ -33,11 +33,13 @@ class Layer:
     qk_norm_NH: Tensor | None  # Qwen3: q's norm for each query head, then k's for each key head
     out_DO: Tensor
     out_bias_D: Tensor | None
+    attn_out_norm_D: Tensor | None = None  # Gemma: of what attention gives, and below, the MLP
     mlp_norm_D: Tensor
     gate_up_OD: Tensor  # gate, up
     gate_up_bias_O: Tensor | None
     down_DF: Tensor
     down_bias_D: Tensor | None
+    mlp_out_norm_D: Tensor | None = None
 
 
 @tree
@@ -76,6 +78,11 @@ class EmbedRows:
     b_PD: Tensor
 
 
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
+    "silu": F.silu,
+    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
+}
+
 LayerFn = Callable[
     [Layer, LayerAdapters | None, Tensor, Tensor, Tensor, Tensor, Batch, ModelConfig, int], Tensor
 ]
@@ -104,17 +111,21 @@ def forward(
     """
     layer_fn = layer_fn or decoder_layer
     h_TD = embed(params, embed_rows, batch)
+    if config.embed_scale != 1.0:
+        h_TD = h_TD * torch.tensor(config.embed_scale, dtype=h_TD.dtype).item()
     if embeds is not None:
         merge_rows_(h_TD, *embeds)
-    cos_TC, sin_TC = rope_table(
-        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
-    )
+    place = batch.position_T, h_TD.dtype, batch.position_3T
+    table = local = rope_table(config.rope, config.head_dim, *place)
+    if config.local_rope is not None:
+        local = rope_table(config.local_rope, config.head_dim, *place)
     rows = adapters if adapters is not None else (None,) * len(params.layers)
     layers = zip(params.layers, rows, kv, config.windows, strict=True)
     for i, (layer, layer_rows, pages, window) in enumerate(layers):
         if observe is not None:
             observe(i, h_TD)
-        h_TD = layer_fn(layer, layer_rows, pages, h_TD, cos_TC, sin_TC, batch, config, window)
+        turn = local if window else table
+        h_TD = layer_fn(layer, layer_rows, pages, h_TD, *turn, batch, config, window)
     h_TD = rms_norm(h_TD, params.norm_D, config.norm_eps)
     if observe is not None:
         observe(len(params.layers), h_TD)
@@ -178,9 +189,15 @@ def decoder_layer(
     """One layer: hidden states in, hidden states out, keys and values written to `kv`. A token
     sees the last `window` positions, itself included, or all (0)."""
     x_TD = rms_norm(h_TD, layer.attn_norm_D, config.norm_eps)
-    h_TD = h_TD + attention(layer, adapters, kv, x_TD, cos_TC, sin_TC, batch, config, window)
+    y_TD = attention(layer, adapters, kv, x_TD, cos_TC, sin_TC, batch, config, window)
+    if layer.attn_out_norm_D is not None:
+        y_TD = rms_norm(y_TD, layer.attn_out_norm_D, config.norm_eps)
+    h_TD = h_TD + y_TD
     x_TD = rms_norm(h_TD, layer.mlp_norm_D, config.norm_eps)
-    return h_TD + mlp(layer, adapters, x_TD, batch.lora, config)
+    y_TD = mlp(layer, adapters, x_TD, batch.lora, config)
+    if layer.mlp_out_norm_D is not None:
+        y_TD = rms_norm(y_TD, layer.mlp_out_norm_D, config.norm_eps)
+    return h_TD + y_TD
 
 
 def attention(
@@ -205,7 +222,14 @@ def attention(
     q_TNH, k_TKH = apply_rope(qk_TNH, cos_TC, sin_TC).split((N, K), dim=1)
     kv_write_(kv, k_TKH, v_TO.unflatten(-1, (K, H)), batch.kv_index_T)
     o_TNH = paged_attention(
-        q_TNH, kv, batch.query_start_R1, batch.context_len_R, batch.block_table_RM, H**-0.5, window
+        q_TNH,
+        kv,
+        batch.query_start_R1,
+        batch.context_len_R,
+        batch.block_table_RM,
+        config.attention_scale,
+        window,
+        batch.end_T,
     )
     rows = adapters.out if adapters is not None else None
     hidden = (config.hidden_size,)
@@ -225,7 +249,8 @@ def mlp(
     gate_TF, up_TF = gate_up_TO.chunk(2, dim=-1)
     rows = adapters.down if adapters is not None else None
     hidden = (config.hidden_size,)
-    return linear(F.silu(gate_TF) * up_TF, layer.down_DF, layer.down_bias_D, rows, lora, hidden)
+    x_TF = ACTIVATIONS[config.activation](gate_TF) * up_TF
+    return linear(x_TF, layer.down_DF, layer.down_bias_D, rows, lora, hidden)
 
 
 def linear(
@@ -294,15 +319,15 @@ def compile_layer() -> LayerFn:
             adapters = None
         new = not hasattr(batch.kv_index_T, "_dynamo_unbacked_indices")
         if new:
-            _mark_batch(cos_TC, sin_TC, batch)
+            _mark_batch(batch)
         if new or window != config.windows[0]:
-            _mark_layer(kv, h_TD)
+            _mark_layer(kv, h_TD, cos_TC, sin_TC)
         return compiled(layer, adapters, kv, h_TD, cos_TC, sin_TC, batch, config, window)
 
     return layer_fn
 
 
-def _mark_layer(kv: Tensor, h_TD: Tensor) -> None:
+def _mark_layer(kv: Tensor, h_TD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> None:
     """Tell the compiler which sizes vary. It matters when a graph is made, which is always in the
     first layer that sees a batch, or in one whose window the first does not have; with the batch
     it takes 60 us, in every layer of a 30-layer model it would take 2 ms a step.
@@ -311,15 +336,18 @@ def _mark_layer(kv: Tensor, h_TD: Tensor) -> None:
     to equal another one (T = 2 and the two halves of kv): 8 graphs in a walk over T = 1..64."""
     from torch._dynamo.decorators import mark_unbacked  # here: it doubles the import time of torch
 
-    mark_unbacked(h_TD, 0)
+    for tensor in (h_TD, cos_TC, sin_TC):
+        mark_unbacked(tensor, 0)
     mark_unbacked(kv, 1)
 
 
-def _mark_batch(cos_TC: Tensor, sin_TC: Tensor, batch: Batch) -> None:
+def _mark_batch(batch: Batch) -> None:
     from torch._dynamo.decorators import mark_unbacked
 
-    for tensor in (cos_TC, sin_TC, batch.kv_index_T, batch.query_start_R1, batch.context_len_R):
+    for tensor in (batch.kv_index_T, batch.query_start_R1, batch.context_len_R):
         mark_unbacked(tensor, 0)
+    if batch.end_T is not None:
+        mark_unbacked(batch.end_T, 0)
     mark_unbacked(batch.block_table_RM, (0, 1))
     if batch.lora is not None:
         mark_unbacked(batch.lora.row_R, 0)

@@ -7,6 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 from transformers import (
+    Gemma3Config,
+    Gemma3TextConfig,
     Idefics3Config,
     LlamaConfig,
     LlavaConfig,
@@ -22,6 +24,7 @@ from transformers import (
 )
 
 from purestep.models.config import ModelConfig, RopeConfig
+from purestep.models.gemma3 import GEMMA3
 from purestep.models.idefics3 import IDEFICS3
 from purestep.models.llava import LLAVA
 from purestep.models.llava_next import LLAVA_NEXT
@@ -33,6 +36,7 @@ from purestep.models.vision import VisionFamily
 from purestep.state.errors import CheckpointError
 
 FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
+    "gemma3_text": ("Gemma3ForCausalLM", Gemma3TextConfig),
     "llama": ("LlamaForCausalLM", LlamaConfig),
     "mistral": ("MistralForCausalLM", MistralConfig),
     "phi3": ("Phi3ForCausalLM", Phi3Config),
@@ -41,6 +45,7 @@ FAMILIES: dict[str, tuple[str, type[PretrainedConfig]]] = {  # by model_type
 }
 
 MULTIMODAL: dict[str, tuple[str, type[PretrainedConfig], VisionFamily]] = {
+    "gemma3": ("Gemma3ForConditionalGeneration", Gemma3Config, GEMMA3),
     "idefics3": ("Idefics3ForConditionalGeneration", Idefics3Config, IDEFICS3),
     "llava": ("LlavaForConditionalGeneration", LlavaConfig, LLAVA),
     "llava_next": ("LlavaNextForConditionalGeneration", LlavaNextConfig, LLAVA_NEXT),
@@ -80,8 +85,13 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
                 f"{', '.join(FAMILIES)}"
             )
     architecture, _ = FAMILIES[family]
-    if hf.hidden_act not in ("silu", "swish"):
-        raise CheckpointError(f"activation {hf.hidden_act!r} is not supported, only 'silu'")
+    gemma = family == "gemma3_text"
+    activation = hf.hidden_activation if gemma else hf.hidden_act
+    wanted = ("gelu_pytorch_tanh",) if gemma else ("silu", "swish")
+    if activation not in wanted:
+        raise CheckpointError(f"activation {activation!r} is not supported, only {wanted[0]!r}")
+    if gemma:
+        _check_gemma(hf)
     sizes = ("num_hidden_layers", "hidden_size", "intermediate_size", "vocab_size",
              "num_attention_heads", "num_key_value_heads")  # fmt: skip
     if wrong := [f"{name} {getattr(hf, name)}" for name in sizes if getattr(hf, name) < 1]:
@@ -92,7 +102,7 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
             f"{hf.num_attention_heads} query heads must be a multiple of {hf.num_key_value_heads} "
             f"key/value heads, and the head size {head_dim} even"
         )
-    attention_bias = family in ("llama", "qwen3") and hf.attention_bias
+    attention_bias = family in ("llama", "qwen3", "gemma3_text") and hf.attention_bias
     return ModelConfig(
         architecture=architecture,
         num_layers=hf.num_hidden_layers,
@@ -105,15 +115,22 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
         max_position=hf.max_position_embeddings,
         norm_eps=hf.rms_norm_eps,
         rope=replace(
-            _rope_config(hf, family, head_dim),
+            _rope_config(hf, family, head_dim, _rope_of(hf, "full_attention")),
             sections=_sections(hf, head_dim) if has_mrope else (),
         ),
         tie_embeddings=tie_embeddings,
         qkv_bias=family == "qwen2" or attention_bias,
         out_bias=attention_bias,
         mlp_bias=family == "llama" and hf.mlp_bias,
-        qk_norm=family == "qwen3",
+        qk_norm=gemma or family == "qwen3",
         windows=_windows(hf, family),
+        activation=wanted[0],
+        sandwich=gemma,
+        embed_scale=hf.hidden_size**0.5 if gemma else 1.0,
+        query_scale=float(hf.query_pre_attn_scalar) if gemma else 0.0,
+        local_rope=_rope_config(hf, family, head_dim, _rope_of(hf, "sliding_attention"))
+        if gemma
+        else None,
     )
 
 
@@ -170,7 +187,7 @@ def _windows(hf: PretrainedConfig, family: str) -> tuple[int, ...]:
     kinds = getattr(hf, "layer_types", None) or [default] * hf.num_hidden_layers
     if foreign := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
         raise CheckpointError(f"layer_types {foreign} are not supported")
-    if not family.startswith("qwen") and set(kinds) != {default}:
+    if not family.startswith(("qwen", "gemma")) and set(kinds) != {default}:
         raise CheckpointError(
             f"layer_types of a {family} model must all be {default!r} "
             f"(sliding_window is {window}), not {sorted(set(kinds))}"
@@ -182,12 +199,28 @@ def _windows(hf: PretrainedConfig, family: str) -> tuple[int, ...]:
             f"layer_types has sliding_attention, but sliding_window is {window} "
             f"(use_sliding_window: {getattr(hf, 'use_sliding_window', 'not set')})"
         )
-    reach = window if window < hf.max_position_embeddings else 0
+    # Gemma's layers with a window have a rope of their own, so they are known by it.
+    reach = window if window < hf.max_position_embeddings or family == "gemma3_text" else 0
     return tuple(reach if kind == "sliding_attention" else 0 for kind in kinds)
 
 
-def _rope_config(hf: PretrainedConfig, family: str, head_dim: int) -> RopeConfig:
+def _check_gemma(hf: PretrainedConfig) -> None:
+    for name in ("attn_logit_softcapping", "final_logit_softcapping"):
+        if (value := getattr(hf, name)) is not None:
+            raise CheckpointError(f"{name} {value} is not supported, only null")
+    if hf.use_bidirectional_attention:
+        raise CheckpointError("use_bidirectional_attention is not supported: text is causal here")
+
+
+def _rope_of(hf: PretrainedConfig, kind: str) -> dict[str, Any]:
+    """The rope settings of layers of a kind, which are Gemma's alone to differ."""
     rope = hf.rope_parameters or {}
+    return rope[kind] if hf.model_type == "gemma3_text" else rope
+
+
+def _rope_config(
+    hf: PretrainedConfig, family: str, head_dim: int, rope: dict[str, Any]
+) -> RopeConfig:
     if nested := [name for name, value in rope.items() if isinstance(value, dict)]:
         raise CheckpointError(
             f"rope settings by layer type ({', '.join(nested)}) are not supported"

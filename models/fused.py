@@ -70,6 +70,11 @@ def fused_forward(
     return h_TD
 
 
+def fused_takes(config: ModelConfig) -> bool:
+    """Whether these kernels know all that the model does: no Gemma's norms and activation."""
+    return config.activation == "silu" and not config.sandwich and config.local_rope is None
+
+
 def attention(
     layer: Layer,
     adapters: LayerAdapters | None,
@@ -89,16 +94,11 @@ def attention(
     q_TNH = rope_write_(
         kv, y, cos_TC, sin_TC, layer.qk_norm_NH, batch.kv_index_T, config.norm_eps, shrunk
     )
-    attend = decode_attention if uniform else paged_attention
-    o_TNH = attend(
-        q_TNH,
-        kv,
-        batch.query_start_R1,
-        batch.context_len_R,
-        batch.block_table_RM,
-        config.head_dim**-0.5,
-        window,
-    )
+    tables = batch.query_start_R1, batch.context_len_R, batch.block_table_RM
+    if uniform:
+        o_TNH = decode_attention(q_TNH, kv, *tables, config.attention_scale, window)
+    else:
+        o_TNH = paged_attention(q_TNH, kv, *tables, config.attention_scale, window, batch.end_T)
     rows = deltas(adapters.out if adapters is not None else None, tiles)
     return lora_linear(o_TNH.flatten(1), layer.out_DO, layer.out_bias_D, rows)
 

@@ -22,7 +22,6 @@ from purestep.models.vision import (
     Words,
     as_many,
     owned_rows,
-    working_numbers,
     woven,
 )
 from purestep.models.vit import (
@@ -36,6 +35,7 @@ from purestep.models.vit import (
     vit_config,
     vit_params,
     vit_shapes,
+    vit_working,
 )
 from purestep.state.errors import CheckpointError, RequestError
 from purestep.state.pytree import tree
@@ -185,14 +185,8 @@ def heaviest(config: Idefics3Vision, settings: Mapping[str, Any], limit: int) ->
 
 def working(config: Idefics3Vision, item: Tensors) -> int:
     """Numbers that encoding an item holds at a time."""
-    tower, tiles = config.tower, len(item["pixel_values"])
-    return working_numbers(
-        tiles * tower.num_tokens,
-        tower.hidden_size,
-        tower.intermediate_size,
-        tiles * config.num_rows,
-        config.hidden_size,
-    )
+    tiles = len(item["pixel_values"])
+    return vit_working(config.tower, tiles, config.num_rows, config.hidden_size)
 
 
 IDEFICS3 = VisionFamily(

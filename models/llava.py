@@ -20,7 +20,6 @@ from purestep.models.vision import (
     as_many,
     marker_ids,
     owned_rows,
-    working_numbers,
 )
 from purestep.models.vit import (
     ACTIVATIONS,
@@ -36,6 +35,7 @@ from purestep.models.vit import (
     vit_config,
     vit_params,
     vit_shapes,
+    vit_working,
 )
 from purestep.state.errors import RequestError
 from purestep.state.pytree import tree
@@ -133,11 +133,8 @@ def largest(config: LlavaVision, settings: Mapping[str, Any]) -> Tensors:
 def working(config: LlavaVision, num_images: int) -> int:
     """Numbers that encoding square images holds at a time."""
     tower = config.tower
-    tokens, rows = num_images * tower.num_tokens, num_images * config.num_rows
-    taken = 2 * tokens * tower.hidden_size * len(tower.taken)  # and side by side
-    return taken + working_numbers(
-        tokens, tower.hidden_size, tower.intermediate_size, rows, config.hidden_size
-    )
+    taken = 2 * num_images * tower.num_tokens * tower.hidden_size * len(tower.taken)
+    return taken + vit_working(tower, num_images, config.num_rows, config.hidden_size)
 
 
 LLAVA = VisionFamily(

@@ -37,6 +37,7 @@ class VisionFamily:
     encode: Callable[[Any, Any, Sequence[Tensors]], list[Tensor]]
     grid: Callable[[Any, Tensors], tuple[int, int, int] | None]  # for M-RoPE; None without it
     merge: Callable[[Any], int]  # config -> patches a side of one row's place in it; 0 without it
+    bidirectional: bool = False  # rows that stand side by side see each other in the decoder
     # (config, the image processor's settings) -> the item with the most rows that they allow
     largest: Callable[[Any, Mapping[str, Any]], Tensors]
     # (config, the settings, E) -> items, at least one, that take as much memory as any that a step

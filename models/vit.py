@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from purestep.models.vision import Shapes
+from purestep.models.vision import Shapes, working_numbers
 from purestep.state.errors import CheckpointError
 from purestep.state.pytree import tree
 
@@ -215,3 +215,10 @@ def affine(x: Tensor, w: Affine) -> Tensor:
 
 def layer_norm(x: Tensor, w: Affine, eps: float) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], w.weight_OD, w.bias_O, eps)
+
+
+def vit_working(tower: VitConfig, num_images: int, num_rows: int, hidden_size: int) -> int:
+    """Numbers that encoding square images of `num_rows` each holds at a time, but for layers'
+    outputs that are taken."""
+    tokens, rows = num_images * tower.num_tokens, num_images * num_rows
+    return working_numbers(tokens, tower.hidden_size, tower.intermediate_size, rows, hidden_size)

@@ -29,6 +29,7 @@ def paged_attention(
     block_table_RM: Tensor,
     scale: float,
     window: int = 0,
+    end_T: Tensor | None = None,
 ) -> Tensor:
     """Causal attention over paged keys and values, GQA; returns o_TNH, contiguous.
 
@@ -43,13 +44,15 @@ def paged_attention(
     rest of the last block and table entries past the context may hold anything. A row's bits
     depend on its own n and c, not on the batch around it.
 
-    Every query's mask is an interval of positions; spans that see each other in both directions
-    (images) would widen intervals by an optional table of (start, end) per row, nothing else.
+    Where tokens see each other in both directions (within an image), `end_T` is the position behind
+    the last that a query sees, at most c; what is not beyond its own position, 0 say, changes
+    nothing. Every query's mask stays an interval: `window` bounds it from below as ever. A row's
+    last query has nothing behind it, so a lone one needs no end.
 
     Raises ValueError for shapes that do not fit.
     """
     return torch.ops.purestep.paged_attention(
-        q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window
+        q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window, end_T
     )
 
 
@@ -61,6 +64,7 @@ def paged_attention_ref(
     block_table_RM: Tensor,
     scale: float,
     window: int = 0,
+    end_T: Tensor | None = None,
 ) -> Tensor:
     """The specification, in plain torch; also what runs without a GPU or a compiler.
 
@@ -68,10 +72,10 @@ def paged_attention_ref(
     one: a decode step of 16 rows took 65 of its 345 ms in 480 calls for single rows.
     """
     tables = query_start_R1, context_len_R, block_table_RM
-    check_paged_attention(q_TNH, kv, *tables, scale, window)
+    check_paged_attention(q_TNH, kv, *tables, scale, window, end_T)
     o_TNH = torch.empty(q_TNH.shape, dtype=q_TNH.dtype, device=q_TNH.device)
     lone = "together" if q_TNH.dtype == torch.float32 else "alone"
-    _attend_(o_TNH, q_TNH, kv, tables, scale, window, lone)
+    _attend_(o_TNH, q_TNH, kv, tables, scale, window, end_T, lone)
     return o_TNH
 
 
@@ -83,18 +87,19 @@ def _on_cpu(
     block_table_RM: Tensor,
     scale: float,
     window: int = 0,
+    end_T: Tensor | None = None,
 ) -> Tensor:
     """The reference, with our own code for rows that have one query."""
     tables = query_start_R1, context_len_R, block_table_RM
     heads = (q_TNH.stride(2), q_TNH.stride(1)) == (1, q_TNH.shape[2])
     if not (native.takes(kv) and q_TNH.dtype == torch.float32 and heads):
-        return paged_attention_ref(q_TNH, kv, *tables, scale, window)
-    check_paged_attention(q_TNH, kv, *tables, scale, window)
+        return paged_attention_ref(q_TNH, kv, *tables, scale, window, end_T)
+    check_paged_attention(q_TNH, kv, *tables, scale, window, end_T)
     o_TNH = torch.empty(q_TNH.shape)
     tables32 = (table.int().contiguous() for table in tables)
     done = native.attend_(o_TNH, q_TNH, kv, *tables32, scale, window)
     if done < len(q_TNH):
-        _attend_(o_TNH, q_TNH, kv, tables, scale, window, "elsewhere")
+        _attend_(o_TNH, q_TNH, kv, tables, scale, window, end_T, "elsewhere")
     return o_TNH
 
 
@@ -105,6 +110,7 @@ def _attend_(
     tables: tuple[Tensor, Tensor, Tensor],
     scale: float,
     window: int,
+    end_T: Tensor | None,
     lone: str,
 ) -> None:
     """Every row, or those that `lone` leaves; padding gets zeros."""
@@ -114,10 +120,12 @@ def _attend_(
     aligned = not (kv[0, 0].nbytes % 64 or q_TNH.stride(0) * q_TNH.element_size() % 64)
     options = window, aligned, lone, tuple(kv.shape[2:]), kv.device
     layout = _remembered_layout(*tables, options)
+    ends = None if end_T is None else end_T.cpu().numpy()
     for row in layout.others:
         k_KcH, v_KcH = _visible(kv, whole if aligned else None, row.blocks, row.begin, row.length)
         q_NnH = q_NTH[:, row.start : row.end] if aligned else q_NTH[:, row.start : row.end].clone()
-        o_NnH = _attend(q_NnH, k_KcH, v_KcH, scale, window)
+        mask_nc = None if ends is None else _widened(ends[row.start : row.end], row, window)
+        o_NnH = _attend(q_NnH, k_KcH, v_KcH, scale, window, mask_nc)
         o_TNH[row.start : row.end] = o_NnH.transpose(0, 1)
     for rows in layout.singles:
         _attend_singles_(o_TNH, q_TNH, kv, rows, scale)
@@ -132,6 +140,7 @@ class Other(NamedTuple):
     end: int
     blocks: list[int]
     begin: int  # the first place it sees, in the first of these blocks
+    first: int  # that place's position
     length: int
 
 
@@ -179,7 +188,7 @@ def _layout(
         start, end, context = int(start_R1[r]), int(start_R1[r + 1]), int(context_R[r])
         first = max(0, context - (end - start) + 1 - window) if window else 0
         blocks = table_RM[r, first // size : -(-context // size)].tolist()
-        others.append(Other(start, end, blocks, first % size, context - first))
+        others.append(Other(start, end, blocks, first % size, first, context - first))
     singles = np.flatnonzero((count_R == 1) & (lone == "together"))
     tables = table_RM[singles], start_R1[singles], context_R[singles]
     # Where addresses matter each row goes alone.
@@ -258,11 +267,22 @@ def _attend_singles_(o_TNH: Tensor, q_TNH: Tensor, kv: Tensor, rows: Singles, sc
     o_TNH.index_copy_(0, rows.token_R, o_RN1H.squeeze(2))
 
 
-def _attend(q_NnH: Tensor, k_KcH: Tensor, v_KcH: Tensor, scale: float, window: int) -> Tensor:
-    """One row. Its queries are the last n of the c positions."""
+def _attend(
+    q_NnH: Tensor,
+    k_KcH: Tensor,
+    v_KcH: Tensor,
+    scale: float,
+    window: int,
+    mask_nc: Tensor | None = None,
+) -> Tensor:
+    """One row. Its queries are the last n of the c positions; `mask_nc` takes the place of the
+    causal mask."""
     n, c = q_NnH.shape[1], k_KcH.shape[1]
-    causal = 1 < n == c and not window  # torch aligns this mask with the first key, not the last
-    mask_nc = None if causal or n == 1 else _mask(n, c, window, q_NnH.device)
+    # torch aligns its own mask with the first key, not the last
+    causal = mask_nc is None and 1 < n == c and not window
+    if mask_nc is None and not causal and n > 1:
+        mask_nc = _mask(n, c, window, q_NnH.device)
+    mask_nc = None if mask_nc is None else mask_nc.to(q_NnH.device)
     return F.scaled_dot_product_attention(
         q_NnH[None],
         k_KcH[None],
@@ -280,6 +300,19 @@ def _mask(n: int, c: int, window: int, device: torch.device) -> Tensor:
     return mask_nc.triu(c - n + 1 - window) if window else mask_nc
 
 
+def _widened(end_n: np.ndarray, row: Other, window: int) -> Tensor | None:
+    """The mask of a row's n queries where one of them sees beyond itself, else None: it is then
+    computed as it would be without ends."""
+    place_c = np.arange(row.first, row.first + row.length)
+    own_n = place_c[len(place_c) - len(end_n) :]
+    if (end_n <= own_n + 1).all():
+        return None
+    mask_nc = place_c < np.maximum(own_n + 1, end_n)[:, None]
+    if window:
+        mask_nc &= place_c > own_n[:, None] - window
+    return torch.from_numpy(mask_nc)
+
+
 def check_paged_attention(
     q_TNH: Tensor,
     kv: Tensor,
@@ -288,6 +321,7 @@ def check_paged_attention(
     block_table_RM: Tensor,
     scale: float,
     window: int = 0,
+    end_T: Tensor | None = None,
 ) -> None:
     pages = kv.dim() == 5 and kv.shape[0] == 2 and q_TNH.dim() == 3
     pages = pages and kv.shape[4] == q_TNH.shape[2] and q_TNH.shape[1] % kv.shape[3] == 0
@@ -300,15 +334,20 @@ def check_paged_attention(
             f"{tuple(query_start_R1.shape)} {tuple(context_len_R.shape)} "
             f"{tuple(block_table_RM.shape)} {window=}"
         )
+    if end_T is not None and end_T.shape != q_TNH.shape[:1]:
+        raise ValueError(
+            f"paged_attention wants end_T of shape ({len(q_TNH)},), got {tuple(end_T.shape)}"
+        )
 
 
 def _on_cuda(*args: Any) -> Tensor:
-    if not kernels.usable():
+    *causal, end_T = (*args, None)[:8]
+    if end_T is not None or not kernels.usable():
         return paged_attention_ref(*args)
     check_paged_attention(*args)
     from purestep.ops.kernels.attention import launch
 
-    return launch(*args)
+    return launch(*causal)
 
 
 def decode_attention(
@@ -337,7 +376,7 @@ def decode_attention(
 torch.library.define(
     "purestep::paged_attention",
     "(Tensor q_TNH, Tensor kv, Tensor query_start_R1, Tensor context_len_R,"
-    " Tensor block_table_RM, float scale, int window=0) -> Tensor",
+    " Tensor block_table_RM, float scale, int window=0, Tensor? end_T=None) -> Tensor",
 )
 torch.library.impl("purestep::paged_attention", "cpu", _on_cpu)
 torch.library.impl("purestep::paged_attention", "cuda", _on_cuda)

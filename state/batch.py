@@ -60,3 +60,5 @@ class Batch:
     head_lora: LoraBatch | None = None  # of the rows `logits_index_S`, not of the token rows
     position_3T: Tensor | None = None  # int64, M-RoPE's time, height and width, in the place of
     # `position_T`; None where they are equal on every row, as they are for text
+    end_T: Tensor | None = None  # int64, the position behind the last that a token sees, where that
+    # is not its own (0 elsewhere); None where each token sees what is before it alone

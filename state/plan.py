@@ -142,6 +142,9 @@ class StepPlan:
     loads: tuple[tuple[str, str], ...]  # (adapter name, source) for the loader to read
     num_hit_tokens: int = 0
     num_preempted: int = 0
+    # int32, where tokens see each other in both directions: the position behind the last that a
+    # token sees, 0 for its own
+    end_T: np.ndarray | None = None
 
 
 @tree

@@ -3,7 +3,9 @@ transformers, for every chunk size, with caches tiny and large, alone and in one
 a prefix that ends within a picture (CI-01, CI-04, CI-05, PC-06)."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,11 @@ import torch
 from PIL import Image
 
 from purestep.engine import Completion, Program, Request, SamplingParams, init, load_program, submit
+from purestep.engine.commit import commit
+from purestep.engine.config import check_config
+from purestep.engine.execute import execute
+from purestep.engine.schedule import schedule
+from purestep.state.errors import ConfigError, RequestError
 from purestep.state.media import Feature
 from tests.engine.tiny import run
 from tests.models.tiny_vision import Part, expected, load, picture
@@ -70,7 +77,7 @@ def asked(kind: str, name: str) -> Request:
 
 
 @cache
-def program(kind: str, **options: int) -> Program:
+def program(kind: str, **options: Any) -> Program:
     sizes = {"block_size": 8, "num_blocks": 200, "max_rows": 8, "max_batched_tokens": 64}
     sizes["max_encoder_tokens"] = 256
     return load_program(load(kind).folder, **{"device": "cpu", **sizes, **options})
@@ -128,3 +135,66 @@ def test_the_positions_of_a_batch_are_its_rows_own() -> None:
     )
     _, found = run(engine, state)
     check(kind, found)
+
+
+# Rows of an image see each other: an item of 22 positions is computed in one step, whatever the
+# chunk. `gemma3` has a window shorter than an image, `gemma3-wide` a longer one.
+TOGETHER = ("gemma3", "gemma3-wide")
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("options", [
+    {"long_prefill_threshold": 22},
+    {"long_prefill_threshold": 31, "encoder_cache_tokens": 0},
+    {"max_batched_tokens": 22},
+    {"max_batched_tokens": 1024, "prefix_caching": False},
+    {"block_size": 5, "compile": False},
+], ids=str)  # fmt: skip
+def test_rows_that_see_each_other(kind: str, options: dict[str, Any]) -> None:
+    """CI-07, CI-05: a batch of several images, one at the end of a prompt, and text alone."""
+    engine = program(kind, **options)
+    assert engine.config.disable_chunked_mm_input
+    _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
+    check(kind, found)
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_no_step_splits_an_image(kind: str) -> None:
+    """Not with its output cached, nor where a chunk starts at it, nor behind a cached prefix that
+    would end within it (W4, PC-11)."""
+    engine = program(kind, max_batched_tokens=22, block_size=4)
+    state, seen = init(engine), 0
+    for name in ("several", "again", "several", "first", "last"):
+        state = submit(state, asked(kind, name))
+        features = state.host.requests[name].request.features
+        done = {}
+        while not state.host.idle:
+            host, plan = schedule(engine.config, state.host)
+            for start, count in zip(plan.start_R.tolist(), plan.count_R.tolist(), strict=True):
+                for feature in features:
+                    inside = max(0, min(start + count, feature.end) - max(start, feature.offset))
+                    assert inside in (0, feature.length)
+                    seen += inside > 0
+            device, result = execute(engine, state.device, plan, state.blobs)
+            host, outputs = commit(engine.config, host, plan, result)
+            state = replace(state, host=host, device=device)
+            done |= {completion.id: completion for completion in outputs.finished}
+        check(kind, done, [name])
+    assert seen >= 5
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
+def test_preempted_within_a_batch_of_images(kind: str) -> None:
+    """Too few blocks for all: requests leave, come back and say the same."""
+    engine = program(kind, num_blocks=14, prefix_caching=False)
+    _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
+    check(kind, found)
+    assert sum(completion.num_preemptions for completion in found.values()) > 0
+
+
+def test_an_image_that_no_step_holds_is_refused() -> None:
+    engine = program("gemma3", long_prefill_threshold=21)
+    with pytest.raises(RequestError, match=r"22 positions.*not split.*long_prefill_threshold=21"):
+        submit(init(engine), asked("gemma3", "first"))
+    with pytest.raises(ConfigError, match="disable_chunked_mm_input=False"):
+        check_config(replace(engine.config, disable_chunked_mm_input=False))

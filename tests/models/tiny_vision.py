@@ -6,7 +6,7 @@ E rows of an item, L tokens of a prompt, V vocabulary, D hidden size.
 import copy
 import json
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -19,6 +19,9 @@ from torch import Tensor
 from transformers import (
     AutoImageProcessor,
     CLIPVisionConfig,
+    Gemma3Config,
+    Gemma3ForConditionalGeneration,
+    Gemma3TextConfig,
     Idefics3Config,
     Idefics3ForConditionalGeneration,
     LlamaConfig,
@@ -101,6 +104,30 @@ PIXTRAL = {
 }
 
 
+GEMMA = {
+    "image_processor_type": "Gemma3ImageProcessor",
+    "size": {"height": SIDE, "width": SIDE},
+    "do_pan_and_scan": False,
+    "pan_and_scan_min_crop_size": 30,
+    "pan_and_scan_max_num_crops": 3,
+    "pan_and_scan_min_ratio_to_activate": 1.2,
+}
+
+
+def gemma(**text: Any) -> PretrainedConfig:
+    """16 rows for a picture, of 2 x 2 patches each."""
+    kinds = ["sliding_attention", "full_attention", "sliding_attention"]
+    fields = {"head_dim": 8, "query_pre_attn_scalar": 12, "num_hidden_layers": 3}
+    return Gemma3Config(
+        vision_config=SiglipVisionConfig(**{**TOWER, "patch_size": 7}, vision_use_head=False),
+        text_config=Gemma3TextConfig(**{**SIZES, **fields, "layer_types": kinds, **text}),
+        mm_tokens_per_image=16,
+        boi_token_index=MARKER,
+        eoi_token_index=125,
+        image_token_index=122,
+    )
+
+
 def words(text: str) -> list[int]:
     """Ids of a text, without a tokenizer: of its last letters."""
     return [3 + ord(letter) % 90 for letter in text[-3:]]
@@ -163,6 +190,8 @@ def kinds() -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig, dict[str
             next_config(siglip, vision_feature_select_strategy="full"),
             TILED,
         ),
+        "gemma3": (Gemma3ForConditionalGeneration, gemma(sliding_window=7), GEMMA),
+        "gemma3-wide": (Gemma3ForConditionalGeneration, gemma(sliding_window=19), GEMMA),
         "idefics3": (Idefics3ForConditionalGeneration, tiled(Idefics3Config), SPLIT),
         "smolvlm": (
             SmolVLMForConditionalGeneration,
@@ -204,6 +233,11 @@ class Loaded:
     def marker(self) -> int:
         return self.vision.family.marker(self.vision.config)
 
+    @property
+    def row_id(self) -> int:
+        """The id that stands for one row."""
+        return getattr(self.vision.config, "row_id", self.marker)
+
     def item(self, image: Image.Image) -> Tensors:
         return self.vision.family.item(
             self.vision.config, self.processor(images=image, return_tensors="pt")
@@ -216,12 +250,12 @@ class Loaded:
             assert (ids == self.marker).all()
         else:
             assert is_embed.dtype == bool
-            assert np.array_equal(is_embed, ids == self.marker)
+            assert np.array_equal(is_embed, ids == self.row_id)
         return ids, is_embed
 
     def count(self, item: Tensors) -> int:
         """Its rows."""
-        return int((self.placeholder(item)[0] == self.marker).sum())
+        return int((self.placeholder(item)[0] == self.row_id).sum())
 
     @torch.inference_mode()
     def encode(self, items: Sequence[Tensors]) -> list[Tensor]:
@@ -270,7 +304,9 @@ Part = Image.Image | Sequence[int]  # of a prompt: a picture, or text
 def processed(model: Loaded, images: Sequence[Image.Image]) -> dict[str, Any]:
     """What the model takes of several images."""
     given = dict(model.processor(images=images, return_tensors="pt"))
-    return {name: value for name, value in given.items() if name not in ("rows", "cols")}
+    return {
+        name: value for name, value in given.items() if name not in ("rows", "cols", "num_crops")
+    }
 
 
 @torch.inference_mode()
@@ -283,7 +319,7 @@ def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
     own = [model.placeholder(model.item(image)) for image in images]
     if any(is_embed is not None for _, is_embed in own):  # their word on these is another test
         placeholders = [ids.tolist() for ids, _ in own]
-        rows = list(torch.cat(rows).split([ids.count(model.marker) for ids in placeholders]))
+        rows = list(torch.cat(rows).split([ids.count(model.row_id) for ids in placeholders]))
     else:
         placeholders = [[model.marker] * len(found) for found in rows]
     ids: list[int] = []
@@ -296,6 +332,8 @@ def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
     tokens = torch.tensor([ids])
     if images and model.config.rope.sections:
         given["mm_token_type_ids"] = (tokens == model.marker).int()
+    if images and model.vision.family.bidirectional:
+        given["token_type_ids"] = (tokens == model.row_id).int()
     return ids, model.oracle(input_ids=tokens, **given).logits[0], rows
 
 
@@ -318,7 +356,7 @@ def computed(
             own, _ = model.placeholder(item)
             grid = model.vision.family.grid(model.vision.config, item)
             media.append((len(ids), grid))
-            places += (len(ids) + np.flatnonzero(own == model.marker)).tolist()
+            places += (len(ids) + np.flatnonzero(own == model.row_id)).tolist()
             ids += own.tolist()
         else:
             ids += part
@@ -327,6 +365,8 @@ def computed(
         found, _ = mrope_positions(len(ids), media, model.vision.config.merge_size)
         positions = torch.from_numpy(found).long()
     batch = one_row(ids, positions)
+    if model.vision.family.bidirectional:
+        batch = replace(batch, end_T=ends_of(torch.tensor(ids) == model.row_id))
     config = model.config
     pages = torch.full((2, len(ids), 1, config.num_kv_heads, config.head_dim), float("nan"))
     embeds = (torch.tensor(places), torch.cat(rows)) if rows else None
@@ -339,6 +379,15 @@ def computed(
         embeds=embeds,
     )
     return ids, logits(model.params, hidden, batch.logits_index_S), rows
+
+
+def ends_of(is_row_T: Tensor) -> Tensor:
+    """The position behind each run of rows, told at each of them; 0 elsewhere."""
+    end_T = torch.zeros(len(is_row_T), dtype=torch.int64)
+    for at in reversed(range(len(is_row_T))):
+        if is_row_T[at]:
+            end_T[at] = max(at + 1, int(end_T[at + 1]) if at + 1 < len(end_T) else 0)
+    return end_T
 
 
 def one_row(ids: Sequence[int], positions: Tensor | None = None) -> Batch:

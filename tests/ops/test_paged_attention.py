@@ -70,7 +70,7 @@ def row_of(case: Case, out: Tensor, r: int) -> Tensor:
     return out[start : start + case.rows[r][0]]
 
 
-def by_hand(case: Case, r: int) -> Tensor:
+def by_hand(case: Case, r: int, end_n: list[int] | None = None) -> Tensor:
     """One query and head at a time, in float64, straight from the definition."""
     n, c = case.rows[r]
     k, v = keys_and_values(case, r).double()
@@ -81,7 +81,8 @@ def by_hand(case: Case, r: int) -> Tensor:
         first = max(0, position + 1 - case.window) if case.window else 0
         for head in range(case.heads[0]):
             kv_head = head // (case.heads[0] // case.heads[1])
-            seen_k, seen_v = k[first : position + 1, kv_head], v[first : position + 1, kv_head]
+            end = max(position + 1, end_n[i] if end_n else 0)
+            seen_k, seen_v = k[first:end, kv_head], v[first:end, kv_head]
             weights = (seen_k @ q[i, head] * case.head_dim**-0.5).softmax(0)
             out[i, head] = weights @ seen_v
     return out
@@ -116,6 +117,45 @@ def test_matches_the_definition(case: Case) -> None:
             with pytest.raises(AssertionError):
                 torch.testing.assert_close(torch.zeros_like(want), want, rtol=1e-5, atol=1e-5)
     assert not out[len(out) - case.padding :].any()
+
+
+@st.composite
+def ends(draw: st.DrawFn, case: Case) -> list[list[int]]:
+    """Of each row's queries, where what it sees ends: runs of positions, 0 between them."""
+    found = []
+    for n, c in case.rows:
+        end_n, at = [0] * n, c - n
+        while at < c:
+            end = draw(st.integers(at + 1, c))
+            if draw(st.booleans()):
+                end_n[at - (c - n) : end - (c - n)] = [end] * (end - at)
+            at = end
+        found.append(end_n)
+    return found
+
+
+@given(st.data())
+def test_ends_let_queries_see_what_is_behind_them(data: st.DataObject) -> None:
+    """CI-07. A row without any is computed as it would be beside rows without any."""
+    case = data.draw(cases())
+    found = data.draw(ends(case))
+    end_T = torch.tensor([end for end_n in found for end in end_n] + [0] * case.padding)
+    out, causal = paged_attention(*arguments(case), end_T.int()), run(case)
+    for r, (n, c) in enumerate(case.rows):
+        want = by_hand(case, r, found[r])
+        torch.testing.assert_close(row_of(case, out, r).double(), want, rtol=1e-5, atol=1e-5)
+        if all(end <= c - n + i + 1 for i, end in enumerate(found[r])):
+            assert row_of(case, out, r).equal(row_of(case, causal, r))
+    assert not out[len(out) - case.padding :].any()
+
+
+def test_an_end_changes_the_answer_and_needs_a_place_for_every_token() -> None:
+    case = Case(rows=((5, 9), (4, 4)), window=3)
+    out = paged_attention(*arguments(case), torch.tensor([0, 7, 7, 0, 0, 0, 0, 0, 0]))
+    changed = (out != run(case)).flatten(1).any(1)
+    assert changed.tolist() == [False, True, False, False, False, False, False, False, False]
+    with pytest.raises(ValueError, match=r"end_T of shape \(9,\), got \(8,\)"):
+        paged_attention(*arguments(case), torch.zeros(8))
 
 
 @given(cases(), st.integers(1, 6))
