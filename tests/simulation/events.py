@@ -108,7 +108,7 @@ def random_event(rng: np.random.Generator, machine: Machine) -> Event:
     for plan in host.in_flight:
         if (plan.uploads or plan.ended or plan.loads) and rng.integers(8) == 0:
             kind = "lose"
-    if machine.last == "abort" and host.in_flight and rng.integers(2):
+    if machine.last == "abort" and machine.aborted and host.in_flight and rng.integers(2):
         return "submit", {**random_request(rng, machine.number), "id": machine.aborted}
     crowded = len(machine.live) >= MOST_LIVE and kind in ("submit", "branch")
     vain = kind in ("load_returns", "load_fails") and not machine.asked

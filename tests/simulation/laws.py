@@ -470,7 +470,8 @@ def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: 
         return
     last = order.waiting.index(admitted[-1])
     passed = [k for k in order.waiting[:last] if k not in admitted and _lacks_outputs(before, k)]
-    passed = [k for k in passed if not before.requests[k].loading]
+    ended = {completion.key for completion in plan.ended}  # for want of memory: these need nothing
+    passed = [k for k in passed if not before.requests[k].loading and k not in ended]
     if not passed or any(before.requests[k].version is not None for k in passed):
         return  # for want of a place for its adapter, maybe
     behind = set(order.waiting[order.waiting.index(passed[0]) :])
