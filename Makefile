@@ -4,12 +4,16 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-fast gpu-check lint bench adapters clean
+.PHONY: demo test test-all test-fast gpu-check lint bench adapters clean
 
 demo: $(VENV)/ready
 	$(RUN) -m tests.examples.demo
 
 test: $(VENV)/ready
+	$(RUN) -m pytest -m "not slow"
+
+# With the long runs: deliberate bugs, killed batch runs, a million lines. The better part of an hour.
+test-all: $(VENV)/ready
 	$(RUN) -m pytest
 
 test-fast: $(VENV)/ready
