@@ -145,6 +145,7 @@ def test_plan_of_a_text_model_has_no_tower(
     assert "encoder" not in json.loads(capsys.readouterr().out)
 
 
+@pytest.mark.gpu
 @GPU
 @pytest.mark.parametrize("kind", FAMILIES)
 def test_measured_on_a_gpu(kind: str) -> None:

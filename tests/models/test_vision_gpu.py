@@ -6,7 +6,10 @@ import torch
 from purestep.models.checkpoint import load_vision
 from tests.models.tiny_vision import kinds, load, picture, saved
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+]
 
 SIZES = [(60, 45), (1, 1), (112, 112), (60, 45), (200, 5)]
 
