@@ -84,7 +84,8 @@ def test_malformed_requests_hurt_nobody() -> None:
 
 def test_adapters_load_in_the_background() -> None:
     program, steps = tiny_program(), []
-    items = [request(str(n), prompt(n, 6), ["a", None, "b", "gone"][n % 4]) for n in range(12)]
+    names = ["a", None, "b", "gone"]  # long enough that the second comes while the first runs
+    items = [request(str(n), prompt(n, 6), names[n % 4], max_tokens=100) for n in range(12)]
     folders = {"a": adapter_folder("a"), "b": adapter_folder("b"), "gone": "/nonexistent"}
     done = {c.id: c for c in generate(program, items, adapters=folders, on_step=steps.append)}
     for item in items:

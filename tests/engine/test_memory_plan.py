@@ -206,14 +206,15 @@ def test_encoder_outputs_are_rows_of_the_model() -> None:
 @pytest.mark.skipif(not STATUS.exists(), reason="reads the process's memory from /proc")
 def test_measured_beside_computed(capsys: pytest.CaptureFixture[str]) -> None:
     """MO-07 on a CPU: the declared largest step is below what was declared, beside what the
-    libraries take for themselves at the first step."""
+    libraries take for themselves at the first step; nothing is found where memory that others
+    left is taken again."""
     folder = str(checkpoint(hidden_size=256, intermediate_size=1024)[0])
     options = ["--measure", "--device=cpu", "--dtype=float32", "--num-blocks=64", "--max-rows=8",
                "--max-batched-tokens=512", "--max-adapters=2", "--rank=16"]  # fmt: skip
     planned(capsys, folder, *options)  # whatever libraries load when they are first used
     measured = planned(capsys, folder, *options)["measured"]
     computed, found = measured["step and graphs"]
-    assert 0 < found < computed + 40e6
+    assert 0 <= found < computed + 40e6
     assert main(["plan", folder, *options]) == 0
     assert "measured: weights" in capsys.readouterr().out
 

@@ -211,6 +211,8 @@ class Machine:
         **words,
     ) -> None:
         words = with_media(self.config, with_embeds(words, embeds), media)
+        if isinstance(bias := sampling.get("logit_bias"), list):  # as JSON has it
+            sampling = {**sampling, "logit_bias": tuple(map(tuple, bias))}
         request = Request(id=id, sampling=SamplingParams(**sampling), **words)
         name, given = request.adapter, request.sampling.seed
         known = {*self.bound, *self.state.host.adapters.sources, None}
