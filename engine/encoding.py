@@ -216,7 +216,8 @@ class Encoding:
         self.stalled |= choice.short_of == "tokens" and not choice.count
 
     def leave(self, record: RequestState) -> None:
-        """Undo what a row chose, and let go of what it held."""
+        """Undo what a row chose, and let go of what it held; also of what it only found in this
+        very step, which thereby counts as the last released: the row comes back for it."""
         self.ledger = let_go(self.ledger, holds_of(record))
         for name, (item, serves) in list(self._encodes.items()):
             serves -= {record.key}

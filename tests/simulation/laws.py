@@ -72,7 +72,7 @@ def check_step(
     law_m_budgets(config, plan)
     law_m_outputs_are_there(before, plan)
     law_m_what_is_needed_stays(after, plan)
-    law_m_least_recently_released(before, plan)
+    law_m_least_recently_released(before, after, plan)
     law_m_whole_items(config, before, plan)
     law_m_nobody_takes_from_the_first(before, plan, order)
 
@@ -428,10 +428,18 @@ def law_m_what_is_needed_stays(after: HostState, plan: StepPlan) -> None:
                     assert (key, i) in holders, f"{key} let go of item {i}"
 
 
-def law_m_least_recently_released(before: HostState, plan: StepPlan) -> None:
-    """Of outputs that nobody needs those go first that were released first."""
+def law_m_least_recently_released(before: HostState, after: HostState, plan: StepPlan) -> None:
+    """Of outputs that nobody needs those go first that were released first.
+
+    A row that finds an output and is preempted in the same step has released it last of all, as
+    one that held it for longer has: it comes back first, and will look for it again.
+    """
     order, gone = before.encoder.evictable, set(plan.drops)
     used = {span.identifier for span in plan.merges}
+    for key, computed in zip(before.rows.ids, before.rows.num_computed_R.tolist(), strict=True):
+        if key not in after.rows.ids:
+            features = before.requests[key].request.features
+            used |= {feature.identifier for feature in features if feature.end > computed}
     places = [k for k, name in enumerate(order) if name in gone]
     older = set(order[: places[-1]]) if places else set()
     assert older <= gone | used, f"{sorted(older - gone - used)} were released before"

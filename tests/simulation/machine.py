@@ -367,6 +367,9 @@ class Machine:
         except ConfigError:
             must(len(self.state.host.blocks.refs) > num_blocks, "live blocks would have fitted")
             return
+        for completion in host.ended:
+            told = self.live[completion.key]
+            told.ended_in = told.ended_in or self.config.num_blocks
         device = self.state.device
         blocks = Map({new: device.blocks.get(old, b"") for old, new in pairs})
         self.state = replace(

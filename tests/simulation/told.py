@@ -48,6 +48,7 @@ class Told:
     delta: int = 0  # what is added to a place behind the prompt to give its position
     cells: bytes = b""  # the KV of `prompt` and `tokens`, as far as it was needed
     read_by: tuple[str, str | None] = ("", None)  # the weights and version that `cells` are of
+    ended_in: int = 0  # blocks of the pool it ended in, where the state has left that one since
 
     @property
     def scores(self) -> bool:
@@ -154,7 +155,12 @@ def expected_text(told: Told, completion: Completion) -> str:
 
 
 def judge_completion(config: Config, completion: Completion, told: Told, has_news: bool) -> None:
-    """Everything a finished request is told. Raises Astray."""
+    """Everything a finished request is told. Raises Astray.
+
+    A request ends when a step is planned, and is told by the next step that lands. Where the plan
+    in between dies and the state goes on in a larger pool, it ended by the smaller one all the
+    same: what it held is gone, and nothing of it waits any more.
+    """
     who = f"{completion.key}: "
     must(completion.tokens.tolist() == told.tokens, who + "other tokens than it was told")
     must(completion.logprobs.tolist() == told.logprobs, who + "other logprobs than it was told")
@@ -172,7 +178,7 @@ def judge_completion(config: Config, completion: Completion, told: Told, has_new
         must(told.request.sampling.max_tokens == 0, who + "ended without its last token")
     elif reason == FinishReason.CAPACITY:
         needed = -(-len(told.sequence) // config.block_size)
-        must(needed > config.num_blocks, who + "the pool could have held it")
+        must(needed > (told.ended_in or config.num_blocks), who + "the pool could have held it")
     else:
         must(reason == FinishReason.ERROR and completion.error, who + f"ended by {reason}")
     _judge_extras(config, completion, told, who)
