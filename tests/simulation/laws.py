@@ -236,7 +236,8 @@ def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState
     a prompt takes one step: a promise is kept at the latest when the rows it waits for have run
     out. `due` remembers, from step to step, the last step for each version. Returns how many came
     in: also one that a later promise takes away again in the very step in which its request became
-    a row, since that row is what it was promised."""
+    a row, since that row is what it was promised; and such a row may have ended with that step, so
+    what tells of it is that its request waits no more."""
     waited_for: set[str] = set()  # by a promise and those before it
     for promise in after.adapters.reservations:
         waited_for.update(promise.victims)
@@ -244,8 +245,8 @@ def law_15_bounded_wait(due: dict[str, int], before: HostState, after: HostState
             run = 1 + longest_run(after, waited_for)  # and this step's
             due.setdefault(promise.version, before.step + run)
     promises = after.adapters.reservations
-    admitted = set(after.rows.ids) - set(before.rows.ids)
-    served = {after.requests[key].version for key in admitted}
+    admitted = set(before.waiting) - set(after.waiting)
+    served = {before.requests[key].version for key in admitted}
     came = [v for v in due if v in served or has_place(after.adapters, promises, v)]
     for version in came:
         assert before.step <= due.pop(version), f"the promise to {version} was kept too late"
