@@ -221,7 +221,8 @@ class Machine:
         end = min(length + request.sampling.max_tokens, self.config.max_context)
         quota = self.config.adapter_block_quota if name is not None else 0
         over = quota and -(-end // self.config.block_size) > quota
-        taken = any(id in (key, told.request.id) for key, told in self.live.items())
+        keys = [f"{id}#{index}" if index else id for index in range(request.sampling.n)]
+        taken = any(key in keys or told.request.id == id for key, told in self.live.items())
         fits = blocks <= self.config.num_blocks and not too_large(self.config, request)
         if name not in known or not fits or taken or over:
             with refused(RequestError):
@@ -230,8 +231,7 @@ class Machine:
         self.state = self._call(submit, self.state, request)
         seed = request_seed(self.config.seed, request.id) if given is None else given
         version, bound = self.bound.get(name), name is None or name in self.bound
-        for index in range(request.sampling.n):
-            key = f"{request.id}#{index}" if index else request.id
+        for index, key in enumerate(keys):
             self.live[key] = told_of(self.config, request, version, seed, bound, index)
 
     def _abort(self, pick: int) -> None:
