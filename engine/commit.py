@@ -3,13 +3,22 @@
 R running rows, S sampled rows of the plan, B block size.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
 
 from purestep.engine.config import Config
 from purestep.engine.encoding import settled
-from purestep.engine.ends import End, failed_rows, finish, new_texts, sampled_ends, unsound_rows
+from purestep.engine.ends import (
+    End,
+    failed_rows,
+    finish,
+    new_texts,
+    sampled_ends,
+    unsound_rows,
+    untrusted_rows,
+)
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import (
@@ -61,7 +70,7 @@ def commit(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
-    after = _without(config, host, plan, rows, changed, full, list(ends))
+    after = _without(config, host, plan, rows, changed, full, ends)
     if plan.encodes or host.encoder.holders:
         after = evolve(after, encoder=settled(host, plan, [rows.ids[row] for row in ends]))
     outputs = Outputs(
@@ -228,12 +237,12 @@ def _without(
     rows: Rows,
     changed: dict[str, RequestState],
     full: list[int],
-    leaving: list[int],
+    ends: Mapping[int, End],
 ) -> HostState:
     """The state with `rows` and `changed` in place and `plan` landed: blocks that the plan behind
-    it fills are findable if their last ids are known by now, and what the leaving rows held is
+    it fills are findable if their last ids are known by now, and what the rows that end held is
     freed, their blocks with the last plan in flight that uses them."""
-    records = host.requests
+    records, leaving = host.requests, list(ends)
     if changed or leaving:
         with host.requests.mutate() as requests:
             requests.update(changed)
@@ -253,6 +262,9 @@ def _without(
     flown = evolve(flown, departed=tuple(d for d in host.departed if d[0] != plan.step))
     if not leaving:
         return evolve(flown, blocks=draft.finish())
+    for row in untrusted_rows(ends):
+        for block in rows.tables[row].tolist():
+            draft.forget(block)
     stays = np.ones(len(rows.ids), bool)
     stays[leaving] = False
     return evolve(

@@ -3,7 +3,7 @@
 S rows that drew a token.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -36,6 +36,12 @@ def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) 
         row: End(FinishReason.ERROR, error=errors.get(place, _NOT_FINITE))
         for place, row in zip(places, rows, strict=True)
     }
+
+
+def untrusted_rows(ends: Mapping[int, End]) -> list[int]:
+    """Rows whose KV must serve nobody else: what is not finite at one token reaches the tokens
+    before it in the same step, through weights of zero, and so blocks that are named by these."""
+    return [row for row, end in ends.items() if end.error == _NOT_FINITE]
 
 
 def unsound_rows(plan: StepPlan, result: StepResult, at_R: np.ndarray) -> dict[int, End]:

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
+import torch
 from immutables import Map
 from torch import Tensor
 
@@ -23,7 +24,9 @@ from purestep.state.scores import locked
 EMBEDS = "embeds"  # the one tensor [E, hidden size] of an item that needs no encoder
 
 
-def take_media(blobs: Map[str, Any], request: Request) -> tuple[Request, Map[str, Any]]:
+def take_media(
+    config: Config, blobs: Map[str, Any], request: Request
+) -> tuple[Request, Map[str, Any]]:
     """(the request without its items' tensors, the blobs with them). They are kept as they are
     until every request that names them has ended: who gave them must not write to them.
 
@@ -47,10 +50,23 @@ def take_media(blobs: Map[str, Any], request: Request) -> tuple[Request, Map[str
         named = isinstance(data, Mapping) and data and all(isinstance(name, str) for name in data)
         if not named or not all(isinstance(value, Tensor) for value in data.values()):
             raise RequestError(f"{who}: item {i}: data must be a mapping from names to tensors")
+        if EMBEDS in data:
+            _check_embeds(data[EMBEDS], feature, config.model.hidden_size, f"{who}: item {i}")
         if feature.digest not in blobs:
             found[feature.digest] = Map(data)
     bare = tuple(replace(feature, data=None) for feature in features)
     return replace(request, features=bare), blobs.update(found)
+
+
+def _check_embeds(rows: Tensor, feature: Feature, D: int, what: str) -> None:
+    dense = rows.layout == torch.strided and not rows.is_meta and rows.is_floating_point()
+    if not dense or rows.ndim != 2 or rows.shape[1] != D or len(rows) != feature.num_embeds:
+        raise RequestError(
+            f"{what}: its embeddings must be floats of shape [{feature.num_embeds}, {D}], "
+            f"got {tuple(rows.shape)} of {rows.dtype}"
+        )
+    if not rows.isfinite().all():
+        raise RequestError(f"{what}: its embeddings hold NaN or infinity")
 
 
 def check_media(config: Config, request: Request) -> None:

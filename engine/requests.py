@@ -55,7 +55,7 @@ def submit(state: EngineState, request: Request) -> EngineState:
     """
     blobs, rows = state.blobs, None
     if request.features:
-        request, blobs = take_media(blobs, request)
+        request, blobs = take_media(state.config, blobs, request)
     if request.prompt_embeds is not None:
         request, rows = take_embeds(state.config, request)
         blobs = blobs.set(request.prompt_embeds, rows)

@@ -1,5 +1,6 @@
 """Bad input: a typed error that names item, value and limit, before any state changes (O-CLEAN)."""
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -159,3 +160,24 @@ def test_numpy_and_list_prompts_are_the_same() -> None:
     forms = [tokens, tuple(tokens), np.array(tokens), np.array(tokens, np.uint8)]
     digests = {digest(submit(init(program), Request(id="x", tokens=t)).host) for t in forms}
     assert len(digests) == 1
+
+
+@pytest.mark.parametrize("chunk", [32, 5])
+def test_what_is_not_finite_is_cached_for_nobody(chunk: int) -> None:
+    """A token whose embedding is NaN spoils the KV of tokens before it in its step."""
+    sound = tiny_program()
+    table = sound.params.embed_VD.clone()
+    table[127] = np.nan
+    params = replace(sound.params, embed_VD=table, head_VD=sound.params.head_VD)
+    program = make_program(
+        sound.config.model, params, weights="w", dtype="float32", device="cpu", block_size=4,
+        num_blocks=64, max_rows=4, max_batched_tokens=chunk,
+    )  # fmt: skip
+    shared = prompt(1, 10)
+    state, done = run(program, submit(init(program), request("bad", [*shared, 127, 5, 6])))
+    assert done["bad"].finish_reason == "error"
+    good = request("good", [*shared, 9], logit_bias={127: -np.inf})
+    _, done = run(program, submit(state, good))
+    _, want = run(program, submit(init(program), good))
+    assert done["good"].tokens.tolist() == want["good"].tokens.tolist()
+    assert len(done["good"].tokens) == 8

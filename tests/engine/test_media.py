@@ -381,6 +381,26 @@ def test_embeddings_need_no_encoder() -> None:
     assert tokens_of(program, [request])["middle"] == right()["middle"]
 
 
+@pytest.mark.parametrize("shape", [(15, 0), (17, 0), (16, 1), (16, -1)])
+def test_embeddings_of_another_shape_are_refused(shape: tuple[int, int]) -> None:
+    program = tiny_program()
+    rows = torch.zeros(shape[0], program.config.model.hidden_size + shape[1])
+    given = Feature(**{**_fields(image(1, 5, 16)), "data": {"embeds": rows}})
+    state = init(program)
+    with pytest.raises(RequestError, match=r"item 0: its embeddings must be floats of shape \[16"):
+        submit(state, asked("a", 26, given))
+
+
+def test_embeddings_that_are_not_finite_are_refused() -> None:
+    program = tiny_program()
+    rows = torch.zeros(16, program.config.model.hidden_size).index_fill_(
+        0, torch.tensor(9), torch.inf
+    )
+    given = Feature(**{**_fields(image(1, 5, 16)), "data": {"embeds": rows}})
+    with pytest.raises(RequestError, match="item 0: its embeddings hold NaN or infinity"):
+        submit(init(program), asked("a", 26, given))
+
+
 def test_ids_of_placeholders_need_not_be_in_the_vocabulary() -> None:
     program = program_with()
     tokens = list(REQUESTS[1].tokens)
