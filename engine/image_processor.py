@@ -22,6 +22,7 @@ from purestep.state.sampling import is_int
 
 FILES = ("preprocessor_config.json", "processor_config.json")  # AutoImageProcessor reads either
 PIXELS = ("min_pixels", "max_pixels")  # of Qwen's processors: edges of `size`
+SIZES = ("size", "crop_size", "pad_size")
 ASKED = ("return_row_col_info",)  # Idefics3's tiles: how many rows and columns of them
 OPTIONS = (
     *PIXELS,
@@ -57,9 +58,7 @@ class ImageProcessor:
 
 def load_image_processor(folder: Path) -> ImageProcessor | None:
     """The image processor of a checkpoint folder, None where it has none. CheckpointError."""
-    if not any(
-        (folder / f).is_file() for f in ("preprocessor_config.json", "processor_config.json")
-    ):
+    if not any((folder / name).is_file() for name in FILES):
         return None
     from transformers import AutoImageProcessor  # here, since it takes seconds and text needs none
 
@@ -83,10 +82,13 @@ def make_image_processor(call: Any) -> ImageProcessor:
     )
 
 
-def checked_options(processor: ImageProcessor, options: Any, who: str) -> dict[str, Any]:
+def checked_options(
+    processor: ImageProcessor, options: Any, max_pixels: int, who: str
+) -> dict[str, Any]:
     """Options for one picture, `min_pixels` and `max_pixels` written as edges of `size`.
 
-    Raises MediaError naming the option, its value and what may be set. What else a value must be is
+    Raises MediaError naming the option, its value and what may be set, also for sizes of more than
+    `max_pixels`. What else a value must be is
     said by the processor, when it is called.
     """
     if not isinstance(options, Mapping):
@@ -108,7 +110,24 @@ def checked_options(processor: ImageProcessor, options: Any, who: str) -> dict[s
         if "size" in others:
             raise MediaError(f"{who}: give size, or min_pixels and max_pixels, not both")
         others["size"] = dict(processor.call.size) | given
+    for name in SIZES:
+        _check_size(processor, name, others.get(name), max_pixels, who)
     return others
+
+
+def _check_size(processor: ImageProcessor, name: str, size: Any, max_pixels: int, who: str) -> None:
+    """Raises MediaError where a size may make more pixels of a picture than may be decoded."""
+    edges = dict(size) if isinstance(size, Mapping) else {"height": size, "width": size}
+    sides = [edges.get("height"), edges.get("width")]
+    if PIXELS[0] in processor.options:  # these count pixels
+        sides = [edges.get("shortest_edge"), 1] if "shortest_edge" in edges else sides
+    elif "longest_edge" in edges:
+        sides = [edges["longest_edge"]] * 2
+    if all(map(is_int, sides)) and sides[0] * sides[1] > max_pixels:
+        raise MediaError(
+            f"{who}: {name}={size!r} asks for {sides[0] * sides[1]} pixels, more than "
+            f"max_pixels={max_pixels}"
+        )
 
 
 def process(

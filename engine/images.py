@@ -159,7 +159,7 @@ def _lookup(
     processor, reading = program.image_processor, program.pictures
     if processor is None:
         raise ConfigError("the program has no image processor: load_program reads the checkpoint's")
-    chosen = checked_options(processor, {**options, **part.options}, who)
+    chosen = checked_options(processor, {**options, **part.options}, reading.max_pixels, who)
     maker = f"{processor.identity}/{program.vision.config!r}"
     made = {"processor": chosen, "reading": asdict(reading)}
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from purestep.engine.chat import chat_text, chat_tokens, image_parts
 from purestep.engine.images import check_image_count, check_places, image_part, place, take_images
-from purestep.state.errors import CheckpointError, ConfigError, MediaError
+from purestep.state.errors import CheckpointError, ConfigError, MediaError, RequestError
 from purestep.state.media import Feature
 from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
 from purestep.state.request import Request, num_given
@@ -63,12 +63,16 @@ def prepare_cached(
     pictures. The letters of the marker in a message's text are text.
 
     Raises MediaError for pictures that cannot be used, more than `image_limit`, or as many as the
-    prompt has no places for; RequestError where there is no chat template, ConfigError where the
-    program has no tokenizer.
+    prompt has no places for; RequestError for what is no prompt, and where there is no chat
+    template; ConfigError where the program has no tokenizer.
     """
     who = f"request {id!r}"
     if images_at not in PLACES:
         raise MediaError(f"{who}: images_at={images_at!r} must be one of {', '.join(PLACES)}")
+    if not isinstance(prompt, str | np.ndarray | Sequence) or isinstance(prompt, bytes):
+        raise RequestError(
+            f"{who}: a prompt is text, token ids or a list of messages, not {type(prompt)}"
+        )
     is_chat = not isinstance(prompt, str) and any(isinstance(m, Mapping) for m in prompt)
     if is_chat and (num_given(images) != 0 or images_at != "markers"):
         raise MediaError(f"{who}: images of a chat are parts of its messages, not images=")

@@ -243,8 +243,9 @@ def make_program(
     if vision is not None and num_blocks is None and kv_bytes is None and not skip_encoder_profile:
         encoder_bytes = encoder_peak_bytes(config, vision, settings)
     config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
-    native = kind == "cpu" and dtype == "float32" and not compile and own_kernels
-    fused = graphs or (native and use_native())
+    # For every program on a CPU: the ops' bits must not depend on which program came first.
+    native = kind == "cpu" and use_native()
+    fused = graphs or (native and dtype == "float32" and not compile and own_kernels)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,

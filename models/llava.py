@@ -146,8 +146,6 @@ LLAVA = VisionFamily(
     item=item,
     placeholder=placeholder,
     encode=encode,
-    grid=lambda config, item: None,
-    merge=lambda config: 0,
     largest=largest,
     heaviest=lambda config, settings, limit: as_many(
         largest(config, settings), config.num_rows, limit

@@ -152,8 +152,6 @@ LLAVA_NEXT = VisionFamily(
     item=item,
     placeholder=placeholder,
     encode=encode,
-    grid=lambda config, item: None,
-    merge=lambda config: 0,
     largest=largest,
     # thin images have all tiles and hardly more rows than the overview's
     heaviest=lambda config, settings, limit: as_many(

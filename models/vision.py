@@ -35,9 +35,6 @@ class VisionFamily:
     # (params, config, items) -> one [E, D] tensor an item, which owns its memory, on the device of
     # the params; whatever shapes stand beside it
     encode: Callable[[Any, Any, Sequence[Tensors]], list[Tensor]]
-    grid: Callable[[Any, Tensors], tuple[int, int, int] | None]  # for M-RoPE; None without it
-    merge: Callable[[Any], int]  # config -> patches a side of one row's place in it; 0 without it
-    bidirectional: bool = False  # rows that stand side by side see each other in the decoder
     # (config, the image processor's settings) -> the item with the most rows that they allow
     largest: Callable[[Any, Mapping[str, Any]], Tensors]
     # (config, the settings, E) -> items, at least one, that take as much memory as any that a step
@@ -45,6 +42,10 @@ class VisionFamily:
     heaviest: Callable[[Any, Mapping[str, Any], int], list[Tensors]]
     # (config, item) -> an upper estimate of the numbers that encoding it holds at a time
     working: Callable[[Any, Tensors], int]
+    # With M-RoPE: (config, item) -> patches (t, h, w), and the patches a side of what is one row
+    grid: Callable[[Any, Tensors], tuple[int, int, int] | None] = lambda config, item: None
+    merge: Callable[[Any], int] = lambda config: 0
+    bidirectional: bool = False  # rows that stand side by side see each other in the decoder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

@@ -73,7 +73,6 @@ STUB = VisionFamily(
     item=unused,
     placeholder=lambda config, item, words: (np.zeros(len(item["pixels"]), np.int32), None),
     encode=encode,
-    grid=lambda config, item: None,
     merge=lambda config: config.merge,
     largest=lambda config, options: {"pixels": torch.zeros(77, PATCH)},
     heaviest=lambda config, options, limit: [{"pixels": torch.zeros(77, PATCH)}],

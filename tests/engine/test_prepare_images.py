@@ -446,6 +446,21 @@ REFUSED: dict[str, tuple[Any, dict[str, Any], str]] = {
         "must be a list of parts",
     ),
     "a message of text": ([*message("a"), "b"], {}, "'b' is no message"),
+    "a size for a bomb": (
+        message(picture(9, 9)),
+        {"image_options": {"size": {"height": 10**5, "width": 10**5}}},
+        "size=.* asks for 10000000000 pixels, more than max_pixels=",
+    ),
+    "a long edge for a bomb": (
+        message(picture(9, 9)),
+        {"image_options": {"size": {"longest_edge": 10**5}}},
+        "asks for 10000000000 pixels",
+    ),
+    "a crop for a bomb": (
+        message(picture(9, 9)),
+        {"image_options": {"crop_size": 10**5}},
+        "crop_size=100000 asks for 10000000000 pixels",
+    ),
     "a picture blown up": (message(picture(1, 40_000)), {}, "would be resized to .* max_pixels="),
 }
 
@@ -524,6 +539,10 @@ def test_processor_options_of_a_request_change_pixels_count_and_name() -> None:
         ({"size": {"height": 3}}, "refuses"),
         ({"merge_size": 1}, "'merge_size' is no option"),
         ({"do_resize": False}, "."),
+        (
+            {"min_pixels": 10**8, "max_pixels": 10**9},
+            "size=.* asks for 100000000 pixels, more than",
+        ),
     ],
 )
 def test_wrong_options_are_refused(options: dict[str, Any], match: str) -> None:
@@ -617,3 +636,9 @@ def test_text_prompts_of_a_multimodal_model_are_as_before() -> None:
     request = prepare(program, [{"role": "user", "content": "ab"}], id="r")
     assert text_of(program, request) == "[user]ab[assistant]"
     assert request.features == ()
+
+
+@pytest.mark.parametrize("wrong", [None, 7, b"text", {"role": "user", "content": "a"}])
+def test_what_is_no_prompt_is_refused(wrong: Any) -> None:
+    with pytest.raises(RequestError, match=r"^request 'r': a prompt is text, token ids or a list"):
+        prepare(image_program(), wrong, id="r")
