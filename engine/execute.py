@@ -113,10 +113,10 @@ def _queued(
         pool.graphs.ahead = None  # it belongs to the step before
     for identifier in plan.drops:
         pool.encoded.pop(identifier, None)
-    with torch.inference_mode():
-        outputs = encoded_outputs(program, plan, blobs)
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
+    with torch.inference_mode():
+        outputs = encoded_outputs(program, pool, plan, blobs)
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
         copy_blocks_(pool, pool, [source], [target])
     if not plan.row_ids:
@@ -126,7 +126,7 @@ def _queued(
             raw_RV = replay(program, pool, plan, drawn_S)
             return _sampled(program, device, plan, raw_RV)
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
-        embeds = _embeds(program, plan, blobs, pool.encoded | outputs)
+        embeds = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
@@ -245,7 +245,11 @@ def _hidden_arrays(
 
 
 def _embeds(
-    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """(index_E, rows_ED): which token rows enter as embeddings, and those."""
     if not (plan.embedded or plan.merges):
@@ -255,7 +259,7 @@ def _embeds(
         (s.index_E, blobs[s.blob][s.first_row : s.first_row + len(s.index_E)].to(device))
         for s in plan.embedded
     ]
-    spans += merged_rows(program, plan, blobs, outputs)
+    spans += merged_rows(program, pool, plan, blobs, outputs)
     index_E = np.concatenate([index for index, _ in spans])
     return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(
         [rows for _, rows in spans]
