@@ -139,6 +139,15 @@ def _add_adapters(group: Any) -> None:
         "--lora-vocab", action=argparse.BooleanOptionalAction, default=None,
         help="admit adapters on embed_tokens and lm_head; by default on a CPU",
     )  # fmt: skip
+    group.add_argument(
+        "--lora-tower", action=argparse.BooleanOptionalAction, default=None,
+        help="admit adapters on a vision tower and its projector; by default on a CPU",
+    )  # fmt: skip
+    group.add_argument(
+        "--default-adapter", type=default_adapter, action="append", default=[],
+        metavar="MODALITY=NAME",
+        help="adapter of lines with media of this modality (image) that name none; may be repeated",
+    )  # fmt: skip
 
 
 def _add_media(group: Any) -> None:
@@ -209,6 +218,9 @@ def _add_plan(commands: Any) -> None:
     adapters.add_argument(
         "--lora-vocab", action="store_true", help="also on embed_tokens and lm_head"
     )
+    adapters.add_argument(
+        "--lora-tower", action="store_true", help="also on a vision tower and its projector"
+    )
     batch = plan.add_argument_group("batch")
     batch.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
     batch.add_argument(
@@ -269,10 +281,19 @@ def seconds(text: str) -> float:
 
 def named_path(text: str) -> tuple[str, str]:
     """NAME=PATH."""
-    name, equals, path = text.partition("=")
-    if not (name and equals and path):
-        raise argparse.ArgumentTypeError(f"{text!r} must be NAME=PATH")
-    return name, path
+    return _pair(text, "NAME=PATH")
+
+
+def default_adapter(text: str) -> tuple[str, str]:
+    """MODALITY=NAME."""
+    return _pair(text, "MODALITY=NAME")
+
+
+def _pair(text: str, form: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals and value):
+        raise argparse.ArgumentTypeError(f"{text!r} must be {form}")
+    return name, value
 
 
 def batch_command(args: argparse.Namespace) -> int:
@@ -386,13 +407,14 @@ def engine_options(args: argparse.Namespace) -> dict[str, Any]:
         for name in (
             "device", "dtype", "max_rows", "max_batched_tokens", "max_context", "block_size",
             "num_blocks", "kv_bytes", "seed", "compile", "max_active_adapters", "lora_rows",
-            "adapter_bytes", "lora_vocab",
+            "adapter_bytes", "lora_vocab", "lora_tower",
         )
     }  # fmt: skip
     most = max(args.max_registered_adapters, args.max_active_adapters)
     return options | {
         "prefix_caching": not args.no_prefix_caching,
         "max_registered_adapters": most,
+        "default_adapters": dict(args.default_adapter),
     }
 
 
@@ -419,6 +441,7 @@ def plan_command(args: argparse.Namespace) -> int:
             max_adapters=args.max_adapters,
             rank=args.rank,
             lora_vocab=args.lora_vocab,
+            lora_tower=args.lora_tower,
             block_size=args.block_size,
             request_tokens=args.request_tokens or model.max_position,
             image_tokens=args.image_tokens,
@@ -452,6 +475,7 @@ def measured(args: argparse.Namespace, wishes: Wishes) -> Measured:
         max_active_adapters=max(wishes.max_adapters, 1),
         lora_rows=max(wishes.max_adapters, 1) * -(-wishes.rank // ROW_BLOCK) * ROW_BLOCK,
         lora_vocab=wishes.lora_vocab,
+        lora_tower=wishes.lora_tower,
         max_encoder_tokens=wishes.max_encoder_tokens,
     )
 

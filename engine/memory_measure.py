@@ -14,7 +14,12 @@ import torch
 
 from purestep.engine.adapters import load_adapter_tensors
 from purestep.engine.memory import itemsize_of, pool_bytes, reserve_bytes, weight_bytes
-from purestep.engine.memory_encoder import computed_bytes, measured_bytes, tower_bytes
+from purestep.engine.memory_encoder import (
+    computed_bytes,
+    largest_adapter,
+    measured_bytes,
+    tower_bytes,
+)
 from purestep.engine.program import Program, init, load_program
 from purestep.engine.requests import submit
 from purestep.engine.step import step
@@ -43,8 +48,9 @@ def measure(path: str | os.PathLike, device: str, **options: Any) -> Measured:
     if vision is not None and torch.device(device).type != "cpu":
         settings = program.image_processor.call.to_dict() if program.image_processor else {}
         items = vision.family.heaviest(vision.config, settings, config.max_encoder_tokens)
+        adapters = largest_adapter(config, len(items))
         computed = computed_bytes(vision.family, vision.config, items, itemsize)
-        found["encoding"] = (computed, measured_bytes(vision, items, device))
+        found["encoding"] = (computed, measured_bytes(vision, items, device, adapters))
     state = init(program)
     if torch.device(device).type != "cpu":
         found["pool"] = (pool_bytes(config, config.num_blocks), _taken(device) - loaded)
