@@ -119,8 +119,6 @@ def check_config(config: Config) -> Config:
             )
         if not isinstance(name, str) or not name:
             raise ConfigError(f"default_adapters: {modality!r} needs an adapter's name: {name!r}")
-    if config.lora_tower and config.vision is None:
-        raise ConfigError("lora_tower=True, but this program has no vision tower")
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
     if config.max_encoder_tokens < 0 or config.encoder_cache_tokens < 0 or config.mrope_merge < 0:

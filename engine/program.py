@@ -200,6 +200,8 @@ def make_program(
         raise ConfigError(
             f"default_adapters={dict(default_adapters)}, but this program takes no media"
         )
+    if lora_tower and vision is None:
+        raise ConfigError("lora_tower=True, but this program has no vision tower")
     if lora_tower is None:
         lora_tower = kind == "cpu" and vision is not None
     if lora_rows is not None and adapter_bytes is not None:
