@@ -15,11 +15,11 @@ from purestep.state.sampling import (
     LARGEST_INT,
     LogitEdits,
     SamplingParams,
-    check_sampling,
     is_int,
     is_list,
     is_unicode,
 )
+from purestep.state.sampling_rules import check_sampling
 from purestep.state.scores import Scores
 
 
