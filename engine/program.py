@@ -287,7 +287,8 @@ def default_row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def init(program: Program) -> EngineState:
-    """A fresh state with a pool of its own."""
+    """A fresh state with a pool of its own. Raises torch.OutOfMemoryError where a GPU has no memory
+    for it."""
     return initial_state(program.config, allocate_pool(program.config))
 
 
