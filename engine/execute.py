@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from purestep.engine.config import Config
 from purestep.engine.encode import encoded_outputs, merged_rows
@@ -247,7 +248,8 @@ def _hidden_arrays(
 def _embeds(
     program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(index_E, rows_ED): which token rows enter as embeddings, and those."""
+    """(index_E, rows): which token rows enter as embeddings, and those. A prompt's own embeddings
+    have nothing for deeper layers."""
     if not (plan.embedded or plan.merges):
         return None
     device = program.config.device
@@ -257,6 +259,6 @@ def _embeds(
     ]
     spans += merged_rows(program, plan, blobs, outputs)
     index_E = np.concatenate([index for index, _ in spans])
-    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(
-        [rows for _, rows in spans]
-    )
+    width = max(rows.shape[1] for _, rows in spans)
+    rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for _, r in spans]
+    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows)

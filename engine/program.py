@@ -231,6 +231,7 @@ def make_program(
         image_limit=image_limit,
         disable_chunked_mm_input=disable_chunked_mm_input or bidirectional,
         bidirectional=bidirectional,
+        deepstack=0 if vision is None else vision.family.deepstack(vision.config),
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:

@@ -104,17 +104,18 @@ def forward(
 
     `kv` holds one [2, num_blocks, block_size, K, H] tensor a layer. `adapters` (one a layer) is
     read only if `batch.lora` is there, `embed_rows` if `batch.embed_lora` is. `layer_fn` is
-    `decoder_layer` or its compiled form. `embeds` (index_E int64, rows_ED) replaces the embeddings
-    of some token rows, deltas included. `observe(i, h_TD)` sees the hidden states, numbered as
-    transformers numbers them: 0 the embeddings, i what layer i - 1 returns, but for the last one,
-    which is normed. It may not change them.
+    `decoder_layer` or its compiled form. `embeds` (index_E int64, rows_EW) replaces the embeddings
+    of some token rows, deltas included; where rows are (1 + k) D wide, what follows the first D
+    numbers is added behind each of the first k layers, of which there are more (deepstack).
+    `observe(i, h_TD)` sees the hidden states, numbered as transformers numbers them: 0 the
+    embeddings, i what layer i - 1 returns, nothing added yet, but for the last one, which is
+    normed. It may not change them.
     """
     layer_fn = layer_fn or decoder_layer
     h_TD = embed(params, embed_rows, batch)
     if config.embed_scale != 1.0:
         h_TD = h_TD * torch.tensor(config.embed_scale, dtype=h_TD.dtype).item()
-    if embeds is not None:
-        merge_rows_(h_TD, *embeds)
+    index_E, deeper = merge_embeds_(h_TD, embeds)
     place = batch.position_T, h_TD.dtype, batch.position_3T
     table = local = rope_table(config.rope, config.head_dim, *place)
     if config.local_rope is not None:
@@ -124,6 +125,8 @@ def forward(
     for i, (layer, layer_rows, pages, window) in enumerate(layers):
         if observe is not None:
             observe(i, h_TD)
+        if 0 < i <= len(deeper):
+            add_deeper_(h_TD, index_E, deeper[i - 1])
         turn = local if window else table
         h_TD = layer_fn(layer, layer_rows, pages, h_TD, *turn, batch, config, window)
     h_TD = rms_norm(h_TD, params.norm_D, config.norm_eps)
@@ -142,6 +145,23 @@ def embed(params: Params, rows: EmbedRows | None, batch: Batch) -> Tensor:
         x_TD, unit_rows = _lookup(rows, batch.embed_lora, batch.token_T)
         add_deltas_(h_TD, x_TD, unit_rows, batch.embed_lora.lora, h_TD.shape[1:])
     return h_TD
+
+
+def merge_embeds_(
+    h_TD: Tensor, embeds: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Put rows over the embeddings of their tokens; (whose they are, what is for later layers)."""
+    if embeds is None:
+        return None, ()
+    index_E, rows_EW = embeds
+    rows_ED, *deeper = rows_EW.split(h_TD.shape[1], dim=1)
+    merge_rows_(h_TD, index_E, rows_ED)
+    return index_E, deeper
+
+
+def add_deeper_(h_TD: Tensor, index_E: Tensor, rows_ED: Tensor) -> None:
+    """Add rows to the hidden states of tokens that are all different."""
+    h_TD.index_add_(0, index_E, rows_ED.to(h_TD.dtype))
 
 
 def _lookup(rows: EmbedRows, lora: EmbedLora, token_T: Tensor) -> tuple[Tensor, AdapterRows]:

@@ -11,11 +11,19 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
-from purestep.models.decoder import AdapterRows, EmbedRows, Layer, LayerAdapters, Params, embed
+from purestep.models.decoder import (
+    AdapterRows,
+    EmbedRows,
+    Layer,
+    LayerAdapters,
+    Params,
+    add_deeper_,
+    embed,
+    merge_embeds_,
+)
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm
 from purestep.ops.lora_linear import Deltas, head_linear, lora_linear, shrunk_linear
-from purestep.ops.merge_rows import merge_rows_
 from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
 from purestep.ops.silu_mul import silu_mul
@@ -37,8 +45,7 @@ def fused_forward(
     """As `decoder.forward`, for a batch whose `lora` is `LoraTiles`. `uniform` promises that token
     t is the one query of row t, and that a row without context is padding."""
     h_TD = embed(params, embed_rows, batch)
-    if embeds is not None:
-        merge_rows_(h_TD, *embeds)
+    index_E, deeper = merge_embeds_(h_TD, embeds)
     cos_TC, sin_TC = rope_table(
         config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
     )
@@ -48,6 +55,9 @@ def fused_forward(
         h_TD, x_TD = add_rms_norm(h_TD, y, layer.attn_norm_D, config.norm_eps)
         if observe is not None:
             observe(i, h_TD)
+        if 0 < i <= len(deeper):
+            add_deeper_(h_TD, index_E, deeper[i - 1])
+            x_TD = add_rms_norm(h_TD, None, layer.attn_norm_D, config.norm_eps)[1]
         rows = adapters[i] if tiles is not None else None
         y = attention(
             layer,

@@ -22,7 +22,7 @@ from purestep.state.media import Feature
 from tests.engine.tiny import run
 from tests.models.tiny_vision import Part, expected, load, picture
 
-KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "idefics3", "pixtral")
+KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "pixtral")
 NEW = 4
 ONE, TWO = picture(60, 45), picture(45, 60, seed=1)
 PROMPTS: dict[str, list[Part]] = {
