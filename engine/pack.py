@@ -16,6 +16,7 @@ from purestep.engine.config import Config
 from purestep.engine.pool import row_index
 from purestep.ops.lora_add import chunk_spans
 from purestep.ops.lora_linear import CHUNK, num_tiles, tile_size
+from purestep.ops.lora_tiles import tile_arrays
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
@@ -162,32 +163,10 @@ def _pack_embed(
 def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
     """The fields of a LoraTiles; sizes depend on the descriptor and on the pool alone."""
     fields = lora_tile_fields(config, plan.descriptor)
-    (X1, _), (X, size) = fields["span_X2"][0], fields["token_XI"][0]
-    # An adapter takes whole chunks; its slot leads to them.
-    row_CB = np.full((fields["row_E"][0][0] // ROW_BLOCK, ROW_BLOCK), -1, np.int32)
-    span_S2 = np.zeros((config.max_active_adapters + 1, 2), np.int32)
-    per_chunk, used = CHUNK // ROW_BLOCK, 0
-    for place in plan.residents:
-        first, blocks = used * per_chunk, np.array(place.row_blocks, np.int32)
-        row_CB[first : first + len(blocks)] = blocks[:, None] * ROW_BLOCK + np.arange(ROW_BLOCK)
-        span_S2[place.slot] = used, used + -(-len(blocks) // per_chunk)
-        used = span_S2[place.slot, 1]
-    # Tokens by slot, those without an adapter first; each group takes whole tiles.
+    (entries,), (X, size) = fields["row_E"][0], fields["token_XI"][0]
+    places = [(place.slot, place.row_blocks) for place in plan.residents]
     slot_T = _padded(slots(plan), plan.descriptor.num_tokens, -1)
-    order_T = np.argsort(slot_T, kind="stable")
-    group_G, first_G, count_G = np.unique(slot_T[order_T], return_index=True, return_counts=True)
-    tiles_G = -(-count_G // size)
-    start_G = (np.cumsum(tiles_G) - tiles_G) * size
-    token_XI = np.full(X * size, -1, np.int32)
-    token_XI[np.arange(len(slot_T)) + np.repeat(start_G - first_G, count_G)] = order_T
-    span_X2 = np.zeros((X1, 2), np.int32)
-    span_X2[0] = 0, used
-    span_X2[1 : 1 + tiles_G.sum()] = np.repeat(span_S2[group_G], tiles_G, axis=0)
-    return {
-        "row_E": row_CB.reshape(-1),
-        "span_X2": span_X2,
-        "token_XI": token_XI.reshape(X, size),
-    }
+    return tile_arrays(places, slot_T, entries // CHUNK, X, size)
 
 
 def lora_tile_fields(config: Config, shape: BatchDescriptor) -> Fields:
