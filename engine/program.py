@@ -29,7 +29,6 @@ from purestep.models.checkpoint import (
 )
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
-from purestep.models.fused import fused_takes
 from purestep.models.rope import rope_for_context
 from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import Vision
@@ -185,8 +184,7 @@ def make_program(
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
-    own_kernels = fused_takes(model)
-    graphs = kind == "cuda" and kernels.usable() and own_kernels
+    graphs = kind == "cuda" and kernels.usable()
     if lora_vocab is None:
         lora_vocab = kind == "cpu"
     if image_limit is None:
@@ -255,7 +253,7 @@ def make_program(
     config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
     # For every program on a CPU: the ops' bits must not depend on which program came first.
     native = kind == "cpu" and use_native()
-    fused = graphs or (native and dtype == "float32" and not compile and own_kernels)
+    fused = graphs or (native and dtype == "float32" and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,
