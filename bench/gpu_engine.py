@@ -152,9 +152,9 @@ def run_workload(
         max_context=context,
         max_rows=work.requests,
         max_batched_tokens=max(work.requests, 8 if args.smoke else 8192),
-        max_active_adapters=most,
-        max_registered_adapters=most,
-        lora_rows=most * work.rank,
+        max_active_adapters=max(1, most),
+        max_registered_adapters=max(1, most),
+        lora_rows=max(1, most) * work.rank,
         prefix_caching=False,
     )
     start = time.perf_counter()

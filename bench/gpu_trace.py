@@ -54,11 +54,10 @@ def idle_of(events: list[tuple[str, float, float]]) -> Idle:
     between = within = 0.0
     ended = False  # whether the last step's last kernel lies behind
     for name, start, stop in events:
-        ended = ended and not name.startswith(FIRST)
         gap = max(0.0, start - end)
         between, within = (between + gap, within) if ended else (between, within + gap)
         end = max(end, stop)
-        ended = ended or name.startswith(LAST)
+        ended = (ended and not name.startswith(FIRST)) or name.startswith(LAST)
     return Idle(between / (end - begin), within / (end - begin))
 
 
