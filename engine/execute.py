@@ -186,7 +186,7 @@ def _forward(
     fused = program.fused
     batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
     if drawn_S is not None:
-        gather_(batch.token_T, plan, drawn_S)
+        gather_(batch.token_T, plan, drawn_S, graphs_of(pool).gathering)
     if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
