@@ -55,6 +55,7 @@ class Config:
     encoder_cache_tokens: int = 0  # embeddings kept between steps; 0 = each step encodes anew
     disable_chunked_mm_input: bool = False  # a step computes a media item whole or not at all
     bidirectional: bool = False  # rows of a media item that stand side by side see each other
+    deepstack: int = 0  # decoder layers behind which rows of media are added, too
     mrope_merge: int = 0  # patches a side of a token, where media are placed by grids; 0 = they
     # are not, and positions are places in the sequence
 
@@ -66,9 +67,15 @@ class Config:
         return f"{self.weights}/{self.dtype}{factors}"
 
     @property
+    def encoder_width(self) -> int:
+        """Numbers of one embedding of an encoder: the hidden size, and once more for each layer of
+        `deepstack`."""
+        return self.model.hidden_size * (1 + self.deepstack)
+
+    @property
     def encoder_row_bytes(self) -> int:
-        """Bytes of one embedding."""
-        return self.model.hidden_size * _ITEMSIZE[self.dtype]
+        """Bytes of one embedding of an encoder."""
+        return self.encoder_width * _ITEMSIZE[self.dtype]
 
 
 def check_config(config: Config) -> Config:
@@ -126,6 +133,11 @@ def check_config(config: Config) -> Config:
             f"max_encoder_tokens={config.max_encoder_tokens}, "
             f"encoder_cache_tokens={config.encoder_cache_tokens} and "
             f"mrope_merge={config.mrope_merge} must be at least 0"
+        )
+    if not 0 <= config.deepstack < config.model.num_layers:
+        raise ConfigError(
+            f"deepstack={config.deepstack} must be less than the decoder's "
+            f"{config.model.num_layers} layers"
         )
     if config.bidirectional and not config.disable_chunked_mm_input:
         raise ConfigError(

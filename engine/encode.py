@@ -101,7 +101,7 @@ def _adapters(pool: Pool, plan: StepPlan, items: Sequence[EncodedItem]) -> ItemA
 def _checked(program: Program, item: EncodedItem, rows_ED: Tensor) -> Tensor:
     """The rows on the device, in memory of their own: a view of a batch would keep all of it for
     one of its items."""
-    D = program.config.model.hidden_size
+    D = program.config.encoder_width
     if rows_ED.dim() != 2 or len(rows_ED) < item.num_embeds or rows_ED.shape[1] != D:
         raise StepError(
             f"item {item.identifier!r}: {item.num_embeds} embeddings of {D} are wanted, its "

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from purestep.engine.config import Config
 from purestep.engine.encode import encoded_outputs, merged_rows
@@ -185,7 +186,7 @@ def _forward(
     fused = program.fused
     batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
     if drawn_S is not None:
-        gather_(batch.token_T, plan, drawn_S)
+        gather_(batch.token_T, plan, drawn_S, graphs_of(pool).gathering)
     if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
@@ -251,7 +252,8 @@ def _embeds(
     blobs: Mapping[str, Any],
     outputs: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(index_E, rows_ED): which token rows enter as embeddings, and those."""
+    """(index_E, rows): which token rows enter as embeddings, and those. A prompt's own embeddings
+    have nothing for deeper layers."""
     if not (plan.embedded or plan.merges):
         return None
     device = program.config.device
@@ -261,6 +263,6 @@ def _embeds(
     ]
     spans += merged_rows(program, pool, plan, blobs, outputs)
     index_E = np.concatenate([index for index, _ in spans])
-    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(
-        [rows for _, rows in spans]
-    )
+    width = max(rows.shape[1] for _, rows in spans)
+    rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for _, r in spans]
+    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows)

@@ -21,7 +21,7 @@ from purestep.state.plan import MergedSpan
 from purestep.state.request import Request, RequestState
 from purestep.state.scores import locked
 
-EMBEDS = "embeds"  # the one tensor [E, hidden size] of an item that needs no encoder
+EMBEDS = "embeds"  # the one tensor [E, encoder_width] of an item that needs no encoder
 
 
 def take_media(
@@ -51,7 +51,7 @@ def take_media(
         if not named or not all(isinstance(value, Tensor) for value in data.values()):
             raise RequestError(f"{who}: item {i}: data must be a mapping from names to tensors")
         if EMBEDS in data:
-            _check_embeds(data[EMBEDS], feature, config.model.hidden_size, f"{who}: item {i}")
+            _check_embeds(data[EMBEDS], feature, config.encoder_width, f"{who}: item {i}")
         if feature.digest not in blobs:
             found[feature.digest] = Map(data)
     bare = tuple(replace(feature, data=None) for feature in features)

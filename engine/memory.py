@@ -155,9 +155,11 @@ def rows_that_fit(
     return nbytes // block * ROW_BLOCK
 
 
-def encoder_output_bytes(model: ModelConfig, num_embeds: int, itemsize: int) -> int:
-    """Bytes of one media item's encoder output."""
-    return num_embeds * model.hidden_size * itemsize
+def encoder_output_bytes(
+    model: ModelConfig, num_embeds: int, itemsize: int, deepstack: int = 0
+) -> int:
+    """Bytes of one media item's encoder output, whose rows are for `deepstack` layers, too."""
+    return num_embeds * (1 + deepstack) * model.hidden_size * itemsize
 
 
 def encoder_cache_bytes(config: Config) -> int:

@@ -64,15 +64,19 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     }
 
 
-def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
-    """Put the ids that the step before drew where the plan wants them, on the device."""
+def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor, staging: "Staging") -> None:
+    """Put the ids that the step before drew where the plan wants them, on the device; does not
+    wait."""
     place_N = np.flatnonzero(plan.gathered_T >= 0)
     from_N, N = plan.gathered_T[place_N], len(place_N)
     if place_N[-1] == N - 1 and (np.diff(from_N) == 1).all():  # as in most decode steps
         token_T[:N].copy_(drawn_S[int(from_N[0]) :][:N])
         return
-    index = torch.from_numpy(np.stack((place_N, from_N)).astype(np.int64)).to(token_T.device)
-    token_T[index[0]] = drawn_S[index[1]].to(token_T.dtype)
+    arrays = {"place_N": place_N.astype(np.int64), "from_N": from_N.astype(np.int64)}
+    spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
+    index = _tensors(staging.send(arrays, None, str(token_T.device)), spots)
+    ids_N = drawn_S.index_select(0, index["from_N"]).to(token_T.dtype)
+    token_T.index_copy_(0, index["place_N"], ids_N)
 
 
 def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
@@ -226,14 +230,19 @@ def layout(fields: Fields) -> tuple[Spots, int]:
 
 def views(buffer: Tensor, spots: Spots) -> Batch:
     """A Batch over the bytes of a buffer."""
+    tensors = _tensors(buffer, spots)
+    names = ("row_E", "span_X2", "token_XI")
+    lora = {name: tensors.pop(name) for name in names if name in tensors}
+    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
+
+
+def _tensors(buffer: Tensor, spots: Spots) -> dict[str, Tensor]:
     tensors = {}
     for name, (start, shape, dtype) in spots.items():
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    names = ("row_E", "span_X2", "token_XI")
-    lora = {name: tensors.pop(name) for name in names if name in tensors}
-    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
+    return tensors
 
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:

@@ -29,7 +29,6 @@ from purestep.models.checkpoint import (
 )
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
-from purestep.models.fused import fused_takes
 from purestep.models.rope import rope_for_context
 from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import Vision
@@ -188,8 +187,7 @@ def make_program(
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
-    own_kernels = fused_takes(model)
-    graphs = kind == "cuda" and kernels.usable() and own_kernels
+    graphs = kind == "cuda" and kernels.usable()
     if lora_vocab is None:
         lora_vocab = kind == "cpu"
     if image_limit is None:
@@ -250,6 +248,7 @@ def make_program(
         image_limit=image_limit,
         disable_chunked_mm_input=disable_chunked_mm_input or bidirectional,
         bidirectional=bidirectional,
+        deepstack=0 if vision is None else vision.family.deepstack(vision.config),
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:
@@ -264,7 +263,7 @@ def make_program(
     config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
     # For every program on a CPU: the ops' bits must not depend on which program came first.
     native = kind == "cpu" and use_native()
-    fused = graphs or (native and dtype == "float32" and not compile and own_kernels)
+    fused = graphs or (native and dtype == "float32" and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,
@@ -306,7 +305,8 @@ def default_row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def init(program: Program) -> EngineState:
-    """A fresh state with a pool of its own."""
+    """A fresh state with a pool of its own. Raises torch.OutOfMemoryError where a GPU has no memory
+    for it."""
     return initial_state(program.config, allocate_pool(program.config))
 
 

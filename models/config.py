@@ -26,6 +26,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     long: bool = False  # which of the two: see rope.rope_for_context
     sections: tuple[int, ...] = ()  # M-RoPE: pairs of channels that turn by time, height, width
+    interleaved: bool = False  # these pairs take turns, and do not stand side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

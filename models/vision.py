@@ -47,6 +47,9 @@ class VisionFamily:
     # With M-RoPE: (config, item) -> patches (t, h, w), and the patches a side of what is one row
     grid: Callable[[Any, Tensors], tuple[int, int, int] | None] = lambda config, item: None
     merge: Callable[[Any], int] = lambda config: 0
+    # config -> the decoder layers behind which rows are added too, each by D numbers more of a row:
+    # rows are then [E, (1 + that) D] wherever [E, D] is said
+    deepstack: Callable[[Any], int] = lambda config: 0
     # config -> shapes by name of linears that a checkpoint's tower has and `encode` never runs
     spare: Callable[[Any], Shapes] = lambda config: {}
     bidirectional: bool = False  # rows that stand side by side see each other in the decoder

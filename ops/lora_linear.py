@@ -75,7 +75,7 @@ def shrunk_linear(
     out_sizes: Sequence[int],
 ) -> tuple[Tensor, Shrunk | None]:
     """As `lora_linear` for slices of widths `out_sizes`, but on a GPU without the deltas' second
-    half, which is for whoever reads the product: `rope_write_` and `silu_mul` take it. One launch
+    half, which is for whoever reads the product: `rope_write_` and `gated_mul` take it. One launch
     less, and the product is not written and read once more."""
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes), None

@@ -48,6 +48,7 @@ class Feature:
 
     @property
     def end(self) -> int:
+        """The position behind its placeholder."""
         return self.offset + self.length
 
     @property

@@ -30,6 +30,7 @@ class BatchDescriptor:
 
     @property
     def has_lora(self) -> bool:
+        """Whether any row has an adapter."""
         return self.num_active_loras > 0
 
 

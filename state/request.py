@@ -16,11 +16,11 @@ from purestep.state.sampling import (
     LARGEST_INT,
     LogitEdits,
     SamplingParams,
-    check_sampling,
     is_int,
     is_list,
     is_unicode,
 )
+from purestep.state.sampling_rules import check_sampling
 from purestep.state.scores import Scores
 
 
@@ -56,7 +56,8 @@ class Request:
 
 def for_adapters(request: Request, adapters: Sequence[str | None]) -> list[Request]:
     """One prompt for many adapters: the request once for each, called `id/adapter` (`id/` for the
-    base model). What was prepared for it (tokens, media) is shared and not prepared again."""
+    base model). What was prepared for it (tokens, media) is shared and not prepared again. Raises
+    nothing: an adapter that nobody knows is refused by `submit`."""
     return [replace(request, id=f"{request.id}/{a or ''}", adapter=a) for a in adapters]
 
 
@@ -103,7 +104,8 @@ class Completion:
 
 
 def logprob_dicts(completion: Completion) -> list[dict[int, float]]:
-    """id -> logprob for each generated token: the chosen one first, then the k likeliest."""
+    """id -> logprob for each generated token: the chosen one first, then the k likeliest. Raises
+    nothing."""
     G = len(completion.tokens)
     tops = completion.top_ids, completion.top_logprobs
     ids_GK, logprobs_GK = tops if completion.top_ids is not None else _no_tops(G)
