@@ -46,6 +46,10 @@ def generate(
     unaffected. `on_step` sees every step's outputs; `progress` shows a bar. `advance` takes a
     step: `step`, `step_ahead`, which plans while the device computes and has not been run on a GPU
     yet, or `dry_step`, which asks no model.
+
+    Raises, once it is asked for the first completion, ConfigError for a window below 1 and
+    AdapterError for what is no adapter's name; later whatever `requests` or `on_step` raise,
+    TypeError for an element that is no Request, and what `step` raises.
     """
     state = init(program)
     for name, source in (adapters or {}).items():

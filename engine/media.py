@@ -120,7 +120,8 @@ def merged_spans(
         return ()
     spans, first_R = [], np.cumsum(count_R) - count_R
     for row in np.flatnonzero(inside_R).tolist():
-        features = requests[rows.ids[row]].request.features
+        record = requests[rows.ids[row]]
+        features = record.features
         window = int(rows.num_computed_R[row]), int(count_R[row]), int(first_R[row])
         for i, first_row, index_E in gather_plan(features, *window):
             spans.append(
@@ -130,6 +131,7 @@ def merged_spans(
                     modality=features[i].modality,
                     first_row=first_row,
                     index_E=index_E,
+                    version=record.encoder_version,
                 )
             )
     return tuple(spans)

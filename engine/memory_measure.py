@@ -30,7 +30,11 @@ STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 def measure(path: str | os.PathLike, device: str, **options: Any) -> Measured:
     """Load a checkpoint, allocate its pool, and take the largest step that the options allow, with
-    an adapter on every linear in every slot; `options` are those of `load_program`."""
+    an adapter on every linear in every slot; `options` are those of `load_program`.
+
+    (computed, measured) bytes by name: "weights", "step and graphs", on a GPU also "pool" and, with
+    a tower, "encoding". Raises as `load_program` does, and torch.OutOfMemoryError.
+    """
     before = _taken(device)
     program = load_program(path, device=device, **options)
     config = program.config

@@ -31,7 +31,8 @@ PLACES = ("markers", "start", "end")
 
 
 def prepare(program: "Program", prompt: Prompt, **options: Any) -> Request:
-    """A request from text, token ids or chat messages: `prepare_cached` without a cache."""
+    """A request from text, token ids or chat messages: `prepare_cached` without a cache. Raises as
+    it does."""
     return prepare_cached(program, empty_processor_cache(0), prompt, **options)[1]
 
 

@@ -84,7 +84,8 @@ def run_batch_ray(
     model: str, options: Mapping[str, Any], job: BatchJob, workers: Workers, progress: Progress
 ) -> Counts:
     """`run_batch` with `workers`, on the Ray that this process is connected to; `options` are those
-    of `load_program`. Paths must mean the same files for every worker."""
+    of `load_program`. Paths must mean the same files for every worker. Raises as `run_batch` does,
+    and Ray's errors where actors cannot be had."""
     check_job(job)
     actor = ray.remote(num_cpus=workers.num_cpus, num_gpus=workers.num_gpus)(BatchActor)
     with ResultFile(job.output, dry_run=job.dry_run) as results, progress:
@@ -158,7 +159,8 @@ def ray_processor(
     nulls count as absent, other columns are the caller's own.
     Images are files below `media_folder`.
     `result` is the JSON text of the record, without `line` and `digest`; a row that cannot be run
-    has an `error` there. `options` are those of `load_program`.
+    has an `error` there. `options` are those of `load_program`. Raises nothing itself; what
+    `load_program` raises in an actor, Ray raises where the Dataset is consumed.
     """
     folder = Path(media_folder)
     job = BatchJob(

@@ -69,12 +69,15 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
+TOWER, SPARE = "tower", "spare"  # parents of linears of a tower: of those that run, of the others
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLinear:
     """One matrix product: the checkpoint's projections, stacked along the output."""
 
     name: str  # field of the parameter tree and of the adapter rows
-    parent: str  # "self_attn" or "mlp"; "" for the two outside the layers
+    parent: str  # "self_attn" or "mlp"; "" for the two outside the layers; TOWER or SPARE
     children: tuple[str, ...]  # checkpoint names, in stacking order
     in_features: int
     out_sizes: tuple[int, ...]  # one for each child

@@ -35,6 +35,7 @@ class Feature:
 
     @property
     def end(self) -> int:
+        """The position behind its placeholder."""
         return self.offset + self.length
 
     @property

@@ -132,10 +132,13 @@ def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
         assert not delta.any()
         assert torch.signbit(delta).all(), "minus zero is what changes no bit"
     y = base.to(dtype).to(DEVICE)
-    kept = y.clone()
-    expand_(y, Shrunk(shrink(x, lora), lora), dtype)
+    kept, h = y.clone(), shrink(x, lora)
+    expand_(y, Shrunk(h, lora), dtype)
     assert close(y, want, tolerance)
     assert torch.equal(y.cpu()[bare], kept.cpu()[bare])
+    other = kept.clone()
+    expand_(other, Shrunk(in_three(h), lora), dtype)
+    assert close(other, want, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
@@ -159,7 +162,15 @@ def test_activation_with_deltas(T, width, F, P, activation, dtype, tolerance) ->
     bare, (y, h) = torch.arange(T) % 3 == 1, shrunk_parts(x, w, lora)
     got = folded.gated_mul(y, dtype, gelu, Shrunk(h, lora))
     assert close(got, want, tolerance)
+    three = folded.gated_mul(y, dtype, gelu, Shrunk(in_three(h), lora))
+    assert close(three, want, tolerance)
     assert torch.equal(got.cpu()[bare], elementwise.gated_mul(y, dtype, gelu).cpu()[bare])
+
+
+def in_three(h: torch.Tensor) -> torch.Tensor:
+    """The same as three addends."""
+    one = h.sum(0)
+    return torch.stack((one / 4, one / 2, one / 4))
 
 
 def shrunk_parts(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
@@ -191,6 +202,8 @@ def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> No
     args = (cos, sin, weights, index, 1e-6)
     got = folded.rope_write_(kv, y, *args, Shrunk(h, lora))
     assert close(got, want, tolerance)
+    again = folded.rope_write_(torch.zeros_like(kv), y, *args, Shrunk(in_three(h), lora))
+    assert close(again, want, tolerance)
     assert torch.equal(kv.isnan().cpu(), want_kv.isnan())
     assert close(torch.nan_to_num(kv), torch.nan_to_num(want_kv), tolerance)
     bare, base_kv = torch.arange(T) % 3 == 1, torch.zeros_like(kv)
