@@ -179,8 +179,9 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--dtype", default="auto", metavar="NAME")
     group.add_argument("--max-rows", type=int, default=64, metavar="N", help="running requests")
     group.add_argument(
-        "--max-batched-tokens", type=int, default=1024, metavar="N", help="computed in one step"
-    )
+        "--max-batched-tokens", type=int, metavar="N",
+        help="computed in one step (1024, or an image that goes in whole, if that takes more)",
+    )  # fmt: skip
     group.add_argument("--max-context", type=int, metavar="TOKENS", help="by default the model's")
     group.add_argument("--block-size", type=int, default=16, metavar="TOKENS")
     pool = group.add_mutually_exclusive_group()

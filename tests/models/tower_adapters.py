@@ -16,7 +16,7 @@ from purestep.models.tower_linears import tower_linears
 from purestep.models.tower_rows import ItemAdapters, TowerRows
 from purestep.state.adapters import ROW_BLOCK
 from tests.models.peft_fixtures import save, wrap
-from tests.models.tiny_vision import load, picture, processed, saved
+from tests.models.tiny_vision import features_of, load, picture, processed, saved
 
 # `all` touches tower, projector and language model, `some` parts of the first two, `text` the last.
 TARGETS: dict[str, dict[str, Any]] = {
@@ -74,7 +74,7 @@ def oracle(kind: str, name: str | None) -> Any:
 def wanted_rows(kind: str, name: str | None, image: Image.Image) -> Tensor:
     """The rows of one picture, by transformers and PEFT: [E, D]."""
     given = processed(load(kind), [image])
-    found = oracle(kind, name).model.get_image_features(**given).pooler_output
+    found = features_of(oracle(kind, name), given)
     return torch.cat([rows.flatten(0, -2) for rows in found])
 
 
