@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from PIL import Image
 
-from purestep.engine import batch as batch_module
-from purestep.engine import cli, empty_processor_cache, init, prepare
+from purestep.engine import batch_requests, cli, empty_processor_cache, init, prepare
 from purestep.state.sampling import SamplingParams
 from tests.engine.batch_fixtures import error_of, read_records, write_lines
 from tests.engine.tiny import run
@@ -72,14 +71,14 @@ def test_lines_with_images_and_lines_that_fail(
     (tmp_path / "torn.png").write_bytes(png(ONE)[:200])
     data = f"data:image/png;base64,{base64.b64encode(png(TWO)).decode()}"
     caches = [empty_processor_cache(0)]
-    prepared = batch_module.prepare_cached
+    prepared = batch_requests.prepare_cached
 
     def noted(*args: Any, **options: Any) -> Any:
         found = prepared(*args, **options)
         caches.append(found[0])
         return found
 
-    monkeypatch.setattr(batch_module, "prepare_cached", noted)
+    monkeypatch.setattr(batch_requests, "prepare_cached", noted)
     plain = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     lines = [
         chat("path", part("one.png"), QUESTION),
