@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from purestep.engine.cli_values import say, size
 from purestep.engine.memory_measure import Measured, measure
 from purestep.engine.memory_plan import (
@@ -99,6 +101,9 @@ def plan_command(args: argparse.Namespace) -> int:
             plan["measured"] = measured(args, wishes)
     except (PurestepError, OSError) as error:
         say(f"purestep: {error}")
+        return 2
+    except torch.OutOfMemoryError as error:
+        say(f"purestep: the largest step does not fit {args.device} beside the pool: {error}")
         return 2
     print(json.dumps(plan) if args.json else plan_table(plan, wishes))
     return 0
