@@ -73,6 +73,7 @@ def load_adapter_tensors(
         dtype=getattr(torch, state.config.dtype),
         max_rank=state.config.max_lora_rank,
         name=name,
+        tower=state.config.tower,
         version=version,
     )
     return deliver_loaded(state, AdapterLoaded(name=name, source=None, adapter=adapter))
@@ -88,6 +89,7 @@ def read(
         dtype=getattr(torch, config.dtype),
         max_rank=config.max_lora_rank,
         name=name,
+        tower=config.tower,
         pause=pause,
     )
 
@@ -199,7 +201,7 @@ def deliver_loaded(state: EngineState, event: AdapterLoaded) -> EngineState:
         state.host.adapters, _checked_name(event.name), info_of(adapter), event.source
     )
     records = {
-        i: bind(state.config, record, adapter.version)
+        i: bind(state.config, ledger, record, adapter.version)
         for i, record in state.host.requests.items()
         if record.loading and record.request.adapter == event.name
     }
@@ -218,7 +220,7 @@ def info_of(adapter: Adapter) -> AdapterInfo:
         rank=adapter.rank,
         nbytes=adapter.nbytes,
         modules=tuple(adapter.modules),
-        linears=tuple(sorted(adapter.arenas)),
+        linears=adapter.linears,
     )
 
 

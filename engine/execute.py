@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from purestep.engine.config import Config
 from purestep.engine.encode import encoded_outputs, merged_rows
@@ -113,10 +114,10 @@ def _queued(
         pool.graphs.ahead = None  # it belongs to the step before
     for identifier in plan.drops:
         pool.encoded.pop(identifier, None)
-    with torch.inference_mode():
-        outputs = encoded_outputs(program, plan, blobs)
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
+    with torch.inference_mode():
+        outputs = encoded_outputs(program, pool, plan, blobs)
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
         copy_blocks_(pool, pool, [source], [target])
     if not plan.row_ids:
@@ -126,7 +127,7 @@ def _queued(
             raw_RV = replay(program, pool, plan, drawn_S)
             return _sampled(program, device, plan, raw_RV)
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
-        embeds = _embeds(program, plan, blobs, pool.encoded | outputs)
+        embeds = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
@@ -185,7 +186,7 @@ def _forward(
     fused = program.fused
     batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
     if drawn_S is not None:
-        gather_(batch.token_T, plan, drawn_S)
+        gather_(batch.token_T, plan, drawn_S, graphs_of(pool).gathering)
     if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
@@ -245,9 +246,14 @@ def _hidden_arrays(
 
 
 def _embeds(
-    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(index_E, rows_ED): which token rows enter as embeddings, and those."""
+    """(index_E, rows): which token rows enter as embeddings, and those. A prompt's own embeddings
+    have nothing for deeper layers."""
     if not (plan.embedded or plan.merges):
         return None
     device = program.config.device
@@ -255,8 +261,8 @@ def _embeds(
         (s.index_E, blobs[s.blob][s.first_row : s.first_row + len(s.index_E)].to(device))
         for s in plan.embedded
     ]
-    spans += merged_rows(program, plan, blobs, outputs)
+    spans += merged_rows(program, pool, plan, blobs, outputs)
     index_E = np.concatenate([index for index, _ in spans])
-    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(
-        [rows for _, rows in spans]
-    )
+    width = max(rows.shape[1] for _, rows in spans)
+    rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for _, r in spans]
+    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows)

@@ -1,6 +1,6 @@
 """The images of one prompt: what the caller gave, and the tensors and placeholders they become.
 
-E encoder rows of an item, D hidden size, n positions of a placeholder.
+E encoder rows of an item, D their width, n positions of a placeholder.
 """
 
 from collections.abc import Mapping, Sequence
@@ -229,7 +229,8 @@ def _words(program: "Program") -> Words:
 def _embedded(program: "Program", part: ImagePart, who: str) -> Item:
     """An item that needs no encoder: every position of its placeholder takes a row."""
     try:
-        rows_ED = checked_rows(program.config, part.embeds, f"{who}: image_embeds")
+        width = program.config.encoder_width
+        rows_ED = checked_rows(program.config, part.embeds, width, f"{who}: image_embeds")
     except RequestError as error:
         raise MediaError(str(error)) from None
     grid = _grid_of_embeds(program, part.grid, len(rows_ED), who)

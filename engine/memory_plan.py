@@ -114,7 +114,8 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
     slot += vocab_slot_bytes(model, w.rank, itemsize) if w.lora_vocab else 0
     vocab = vocab_slot_bytes(model, w.rank, itemsize)
     adapters = slot * w.max_adapters
-    image = encoder_output_bytes(model, w.image_tokens, itemsize)
+    deepstack = 0 if tower is None else tower.family.deepstack(tower.config)
+    image = encoder_output_bytes(model, w.image_tokens, itemsize, deepstack)
     plan: dict[str, Any] = {
         "model": model.architecture,
         "dtype": w.dtype,
@@ -155,7 +156,7 @@ def _encoder(model: ModelConfig, wishes: Wishes, tower: Tower) -> dict[str, int]
         "weights": tower_bytes(family, geometry, itemsize),
         "largest_step": computed_bytes(family, geometry, items, itemsize),
         "images": len(items),
-        "cache": encoder_output_bytes(model, limit, itemsize),
+        "cache": encoder_output_bytes(model, limit, itemsize, family.deepstack(geometry)),
         "embeddings": limit,
     }
 

@@ -55,9 +55,9 @@ def prepare_cached(
     In messages an image is a part of a content list, among parts of text: `{"type": "image",
     "image": picture}` with whatever `engine/pictures.py: read_picture` takes; `{"type":
     "image_url", "image_url": {"url": "data:..."}}`; `{"type": "image_embeds", "image_embeds":
-    rows}` for rows [E, hidden size] that need no encoder. An `image` part may have `options` of its
-    own for the image processor, the `layout` of an array, and an `id`: once the cache knows its
-    picture, the id alone stands for it, under the same salt and options.
+    rows}` for rows [E, `Config.encoder_width`] that need no encoder. An `image` part may have
+    `options` of its own for the image processor, the `layout` of an array, and an `id`: once the
+    cache knows its picture, the id alone stands for it, under the same salt and options.
     Text and ids bring their pictures (or such parts) as `images`, one for each marker in the
     prompt, in order; with `images_at` "start" or "end" the prompt has none, and all stand there.
     `image_options` are the image processor's (`min_pixels`, `max_pixels`, `size`, ...) for all

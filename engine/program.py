@@ -29,8 +29,8 @@ from purestep.models.checkpoint import (
 )
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
-from purestep.models.fused import fused_takes
 from purestep.models.rope import rope_for_context
+from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import Vision
 from purestep.ops import kernels
 from purestep.state.engine import DeviceState, EngineState
@@ -136,6 +136,7 @@ def make_program(
     token_buckets: tuple[int, ...] = (),
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
+    lora_tower: bool | None = None,
     vision: Vision | None = None,
     image_limit: int | None = None,
     image_processor: ImageProcessor | None = None,
@@ -161,6 +162,7 @@ def make_program(
     it takes the place of our own code for float32, which is the faster one.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
+    `lora_tower` does the same for adapters on the linears of a vision tower and its projector.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
     model with a tower; with 0 there is no tower, and the engine is one for text. `pictures` says
     how they are read.
@@ -182,22 +184,25 @@ def make_program(
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
-    own_kernels = fused_takes(model)
-    graphs = kind == "cuda" and kernels.usable() and own_kernels
+    graphs = kind == "cuda" and kernels.usable()
     if lora_vocab is None:
         lora_vocab = kind == "cpu"
+    if image_limit is None:
+        image_limit = 0 if vision is None else IMAGE_LIMIT
+    vision = vision if image_limit else None
+    tower = () if vision is None else tower_linears(vision.family, vision.config)
+    if lora_tower is None:
+        lora_tower = kind == "cpu" and vision is not None
     if lora_rows is not None and adapter_bytes is not None:
         raise ConfigError(
             f"lora_rows={lora_rows} and adapter_bytes={adapter_bytes}: give at most one"
         )
     if adapter_bytes is not None:
-        lora_rows = rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab)
+        held = tower if lora_tower else ()
+        lora_rows = rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab, held)
     lora_rows = 128 if lora_rows is None else lora_rows
     if row_buckets is None:
         row_buckets = default_row_buckets(max_rows) if graphs else ()
-    if image_limit is None:
-        image_limit = 0 if vision is None else IMAGE_LIMIT
-    vision = vision if image_limit else None
     settings = {} if image_processor is None else image_processor.call.to_dict()
     bidirectional = vision is not None and vision.family.bidirectional
     config = Config(
@@ -227,10 +232,13 @@ def make_program(
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
         lora_vocab=lora_vocab,
+        lora_tower=lora_tower,
+        tower=tower,
         vision=None if vision is None else vision.config,
         image_limit=image_limit,
         disable_chunked_mm_input=disable_chunked_mm_input or bidirectional,
         bidirectional=bidirectional,
+        deepstack=0 if vision is None else vision.family.deepstack(vision.config),
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:
@@ -245,7 +253,7 @@ def make_program(
     config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
     # For every program on a CPU: the ops' bits must not depend on which program came first.
     native = kind == "cpu" and use_native()
-    fused = graphs or (native and dtype == "float32" and not compile and own_kernels)
+    fused = graphs or (native and dtype == "float32" and not compile)
     compiled = compile and not fused and can_compile(device)
     return Program(
         config=config,

@@ -15,7 +15,7 @@ from purestep.engine.encoding import holds_of
 from purestep.engine.extras import edits_of
 from purestep.engine.media import check_media, positions_of, take_media
 from purestep.engine.quota import quota_room
-from purestep.state.adapters import count_users, resolve
+from purestep.state.adapters import AdapterLedger, count_users, encoder_version, resolve
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import let_go
 from purestep.state.engine import (
@@ -80,7 +80,7 @@ def submit_host(
     records = []
     for index in range(request.sampling.n):
         record = _new_record(config, host, request, index, extras, positions)
-        records.append(record if loading else bind(config, record, version))
+        records.append(record if loading else bind(config, host.adapters, record, version))
     adapters = host.adapters
     if not loading:
         adapters = count_users(adapters, [(version, 1)] * len(records))
@@ -113,6 +113,7 @@ def _new_record(
         arrival=host.arrivals + index,
         queued_at=host.step,
         version=None,
+        encoder_version=None,
         loading=True,
         seed=seed,
         stream=random_stream(seed, index, ()),
@@ -192,14 +193,25 @@ def _check_free(host: HostState, request_id: str, n: int, who: str) -> None:
             raise RequestError(f"{who}: the end of {completion.key!r} is still to be told")
 
 
-def bind(config: Config, record: RequestState, version: str | None) -> RequestState:
-    """The record with its adapter version, which fixes the identity of its KV blocks."""
+def bind(
+    config: Config, ledger: AdapterLedger, record: RequestState, version: str | None
+) -> RequestState:
+    """The record with its adapter version, which fixes the identity of its KV blocks, and that of
+    its media's encoder outputs where the adapter changes encoders. As the root of the chain names
+    the version, `block_extras` need not."""
     root = chain_root(config.kv_identity, version, record.request.salt)
     digests = ()
     if config.prefix_caching:
         tokens, extras = record.request.tokens, record.block_extras
         digests = block_digests(root, tokens, config.block_size, extras)
-    return replace(record, version=version, loading=False, root=root, prompt_digests=digests)
+    return replace(
+        record,
+        version=version,
+        encoder_version=encoder_version(ledger, version),
+        loading=False,
+        root=root,
+        prompt_digests=digests,
+    )
 
 
 def abort(state: EngineState, request_id: str) -> EngineState:

@@ -1,17 +1,18 @@
 """The values of an adapter: one pass that hashes them, checks them and lays them out in arenas.
 
-L layers (1 for the embedding and the head), S slices of a fused linear, R rows (the adapter's
-rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are tokens.
+L layers (1 for the embedding, the head and a tower), S slices of a fused linear, R rows (the
+adapter's rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are
+tokens.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from purestep.models.adapter_names import AdaptedModule
-from purestep.models.config import ModelConfig, fused_linears, vocab_linears
+from purestep.models.config import TOWER, ModelConfig, fused_linears, vocab_linears
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.hashing import framed
 from purestep.state.pytree import tree
@@ -32,13 +33,15 @@ class Arena:
 
 
 def empty_arenas(
-    modules: Iterable[AdaptedModule], config: ModelConfig, dtype: torch.dtype, rank: int
+    modules: Sequence[AdaptedModule], config: ModelConfig, dtype: torch.dtype, rank: int
 ) -> dict[str, Arena]:
-    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to."""
+    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to, but for
+    those that a tower never runs."""
     touched = {module.linear.name for module in modules}
     R = -(-rank // ROW_BLOCK) * ROW_BLOCK
     copies = dict.fromkeys(fused_linears(config), config.num_layers)
     copies |= dict.fromkeys(vocab_linears(config), 1)
+    copies |= {m.linear: 1 for m in modules if m.linear.parent == TOWER}
     return {
         linear.name: Arena(
             a_LSRD=torch.zeros(L, len(linear.children), R, linear.in_features, dtype=dtype),

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from purestep.models.decoder import rms_norm
 from purestep.models.llava import square_pixels
+from purestep.models.tower_rows import ItemAdapters, of_parts
 from purestep.models.vision import Shapes, Tensors, VisionFamily, Words, as_many, owned_rows, woven
 from purestep.models.vit import (
     Affine,
@@ -123,20 +124,30 @@ def joined(parts: Sequence[Any], words: Words) -> list[int | Sequence[int]]:
 
 
 def encode(
-    params: Gemma3VisionParams, config: Gemma3Vision, items: Sequence[Tensors]
+    params: Gemma3VisionParams,
+    config: Gemma3Vision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
     """Views are of one shape, so all of them run together."""
     if not items:
         return []
-    counts = [len(item["pixel_values"]) * config.num_rows for item in items]
-    rows_BEH = features(params, config, torch.cat([item["pixel_values"] for item in items]))
-    return owned_rows(rows_BEH.flatten(0, 1), counts)
+    counts = [len(item["pixel_values"]) for item in items]
+    pixels = torch.cat([item["pixel_values"] for item in items])
+    rows_BEH = features(params, config, pixels, of_parts(adapters, counts))
+    return owned_rows(rows_BEH.flatten(0, 1), [count * config.num_rows for count in counts])
 
 
-def features(params: Gemma3VisionParams, config: Gemma3Vision, pixels_BCSS: Tensor) -> Tensor:
-    """The projected rows of views: [B, E, H]."""
+def features(
+    params: Gemma3VisionParams,
+    config: Gemma3Vision,
+    pixels_BCSS: Tensor,
+    adapters: ItemAdapters | None = None,
+) -> Tensor:
+    """The projected rows of views: [B, E, H]. `adapters` are those of the views; the projection is
+    no linear layer and has none."""
     eps, side = config.tower.norm_eps, config.tower.image_size // config.tower.patch_size
-    x = vit(params.tower, config.tower, pixels_BCSS.to(params.projection_DH))
+    x = vit(params.tower, config.tower, pixels_BCSS.to(params.projection_DH), adapters)
     x = layer_norm(x, params.norm, eps)
     x = F.avg_pool2d(
         x.transpose(1, 2).unflatten(2, (side, side)), side // math.isqrt(config.num_rows)

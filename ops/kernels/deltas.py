@@ -26,12 +26,15 @@ def tile_of(token_ptr, span_ptr, tile, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def shrunk_of(h_row, here, at, h_slab, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Tokens times a chunk of their own rows of A: addends summed in order. Where a chunk has no
-    row, zeros were written."""
+    """Tokens times a chunk of their own rows of A: addends summed in a fixed order. Where a chunk
+    has no row, zeros were written."""
     h_ptrs = h_row[:, None] + (tl.arange(0, CHUNK) + at * CHUNK)[None, :]
-    h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
-    for part in tl.static_range(1, PARTS):
-        h += tl.load(h_ptrs + part * h_slab, mask=here[:, None], other=0.0)
+    if PARTS == 1:
+        h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
+    else:  # one block, so that it changes its layout once, where each addend else would
+        part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None, None]
+        live = here[None, :, None] & (part < PARTS)
+        h = tl.sum(tl.load(h_ptrs[None, :, :] + part * h_slab, mask=live, other=0.0), 0)
     return h.to(DTYPE)
 
 

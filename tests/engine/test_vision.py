@@ -22,7 +22,7 @@ from purestep.state.media import Feature
 from tests.engine.tiny import run
 from tests.models.tiny_vision import Part, expected, load, picture
 
-KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "idefics3", "pixtral")
+KINDS = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "pixtral")
 NEW = 4
 ONE, TWO = picture(60, 45), picture(45, 60, seed=1)
 PROMPTS: dict[str, list[Part]] = {
@@ -148,14 +148,16 @@ TOGETHER = ("gemma3", "gemma3-wide")
     {"long_prefill_threshold": 31, "encoder_cache_tokens": 0},
     {"max_batched_tokens": 22},
     {"max_batched_tokens": 1024, "prefix_caching": False},
-    {"block_size": 5, "compile": False},
+    {"block_size": 5},
 ], ids=str)  # fmt: skip
 def test_rows_that_see_each_other(kind: str, options: dict[str, Any]) -> None:
     """CI-07, CI-05: a batch of several images, one at the end of a prompt, and text alone."""
-    engine = program(kind, **options)
-    assert engine.config.disable_chunked_mm_input
-    _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
-    check(kind, found)
+    fused = program(kind, **options)
+    assert fused.config.disable_chunked_mm_input
+    assert fused.fused
+    for engine in (fused, replace(fused, fused=False)):
+        _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
+        check(kind, found)
 
 
 @pytest.mark.parametrize("kind", TOGETHER)

@@ -26,7 +26,7 @@ from purestep.state.engine import check_host
 from tests.engine.tiny import run
 from tests.models.tiny_vision import load, picture
 
-KINDS = ("llava", "qwen2_vl")
+KINDS = ("llava", "qwen2_vl", "qwen3_vl")
 BEFORE, AFTER = list(range(3, 20)), [33, 70, 4, 6]  # two blocks of 8 and one token
 ONE, TWO = picture(112, 112), picture(112, 112, seed=1)  # 16 rows, two blocks
 

@@ -18,7 +18,7 @@ from tests.engine.tiny import GREEDY, run
 from tests.models.peft_fixtures import save, wrap
 from tests.models.tiny_vision import load, picture, saved
 
-KINDS = ["llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl"]
+KINDS = ["llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 LANGUAGE = r".*language_model\..*\.(q|v|o|up|down)_proj"
 ENGINE = {"num_blocks": 64, "block_size": 4, "max_rows": 2, "device": "cpu", "lora_rows": 16}
 SPELLINGS = [
