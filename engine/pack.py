@@ -14,14 +14,12 @@ from torch import Tensor
 
 from purestep.engine.config import Config
 from purestep.engine.pool import row_index
+from purestep.engine.upload import Arrays, Fields, Spots, fill_, layout, sent
 from purestep.ops.lora_add import chunk_spans
 from purestep.ops.lora_linear import CHUNK, num_tiles, tile_size
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
-
-Arrays = dict[str, np.ndarray]
-Fields = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape, dtype
 
 
 def pack(config: Config, plan: StepPlan) -> Batch:
@@ -29,7 +27,7 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
     slot_T = slots(plan)
     return Batch(
-        **{name: torch.tensor(array, device=config.device) for name, array in arrays.items()},
+        **sent(arrays, config.device),
         lora=pack_lora(config, plan.residents, slot_T, plan.descriptor.num_tokens)
         if plan.residents
         else None,
@@ -70,8 +68,8 @@ def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
     if place_N[-1] == N - 1 and (np.diff(from_N) == 1).all():  # as in most decode steps
         token_T[:N].copy_(drawn_S[int(from_N[0]) :][:N])
         return
-    index = torch.from_numpy(np.stack((place_N, from_N)).astype(np.int64)).to(token_T.device)
-    token_T[index[0]] = drawn_S[index[1]].to(token_T.dtype)
+    index = sent({"to": place_N, "from": from_N.astype(np.int64)}, token_T.device)
+    token_T[index["to"]] = drawn_S[index["from"]].to(token_T.dtype)
 
 
 def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
@@ -118,18 +116,17 @@ def pack_lora(
 
     `slot_T` is each row's slot, -1 for base rows; `num_rows` counts padding.
     """
-    row_R = np.concatenate([row_index(place).numpy() for place in residents])
+    row_R = np.concatenate([row_index(place) for place in residents])
     owner_R = np.repeat(
         [place.slot for place in residents],
         [len(place.row_blocks) * ROW_BLOCK for place in residents],
     )
     order_R = np.argsort(row_R)
     slot_T = _padded(slot_T, num_rows, -1)
-    foreign_TR = torch.from_numpy(slot_T[:, None] != owner_R[order_R])
+    foreign_TR = slot_T[:, None] != owner_R[order_R]
     return LoraBatch(
-        row_R=torch.tensor(row_R[order_R], device=config.device),
-        foreign_TR=foreign_TR.to(config.device),
-        span_C2=chunk_spans(foreign_TR),
+        **sent({"row_R": row_R[order_R], "foreign_TR": foreign_TR}, config.device),
+        span_C2=chunk_spans(torch.from_numpy(foreign_TR)),
     )
 
 
@@ -150,13 +147,13 @@ def _pack_embed(
         return None
     mine = [place for place in plan.residents if "embed" in place.linears]
     block_TC = np.full((num_rows, max(len(p.row_blocks) for p in mine)), -1)
-    column_P = torch.full((config.lora_rows,), -1)
+    column_P = np.full(config.lora_rows, -1)
     for place in mine:
         tokens, num_blocks = np.flatnonzero(slot_T == place.slot), len(place.row_blocks)
         block_TC[tokens, :num_blocks] = place.row_blocks
-        column_P[row_index(place)] = torch.arange(num_blocks * ROW_BLOCK)
-    block_TC = torch.tensor(block_TC, dtype=torch.int64, device=config.device)
-    return EmbedLora(lora=lora, block_TC=block_TC, column_P=column_P.to(config.device))
+        column_P[row_index(place)] = np.arange(num_blocks * ROW_BLOCK)
+    places = sent({"block_TC": block_TC, "column_P": column_P}, config.device)
+    return EmbedLora(lora=lora, **places)
 
 
 def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
@@ -220,10 +217,7 @@ class Staging:
             pin = torch.device(device).type == "cuda"
             self.buffers[self.turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=pin)
         pinned = self.buffers[self.turn][:size]
-        host = pinned.numpy()
-        for name, (start, shape, dtype) in spots.items():
-            nbytes = arrays[name].nbytes
-            host[start : start + nbytes].view(dtype).reshape(shape)[...] = arrays[name]
+        fill_(pinned, arrays, spots)
         if target is None:
             target = torch.empty(size, dtype=torch.uint8, device=device)
         target.copy_(pinned, non_blocking=True)
@@ -231,18 +225,6 @@ class Staging:
             self.copied[self.turn] = torch.cuda.Event()
             self.copied[self.turn].record()
         return target
-
-
-Spots = dict[str, tuple[int, tuple[int, ...], np.dtype]]  # name -> first byte, shape, dtype
-
-
-def layout(fields: Fields) -> tuple[Spots, int]:
-    """Where each array lies in one buffer, and the buffer's bytes."""
-    spots, size = {}, 0
-    for name, (shape, dtype) in fields.items():
-        spots[name] = (size, shape, np.dtype(dtype))
-        size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 16) * 16
-    return spots, size
 
 
 def views(buffer: Tensor, spots: Spots) -> Batch:
