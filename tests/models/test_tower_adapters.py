@@ -23,6 +23,7 @@ KINDS = (
     "pixtral",
     "qwen2_vl",
     "qwen2_5_vl",
+    "qwen3_vl",
 )
 
 

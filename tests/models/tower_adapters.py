@@ -73,9 +73,10 @@ def oracle(kind: str, name: str | None) -> Any:
 @torch.inference_mode()
 def wanted_rows(kind: str, name: str | None, image: Image.Image) -> Tensor:
     """The rows of one picture, by transformers and PEFT: [E, D]."""
-    given = processed(load(kind), [image])
-    found = oracle(kind, name).model.get_image_features(**given).pooler_output
-    return torch.cat([rows.flatten(0, -2) for rows in found])
+    found = oracle(kind, name).model.get_image_features(**processed(load(kind), [image]))
+    deeper = getattr(found, "deepstack_features", [])
+    rows = [torch.cat(own, -1) for own in zip(found.pooler_output, *deeper, strict=True)]
+    return torch.cat([own.flatten(0, -2) for own in rows])
 
 
 def item_adapters(
