@@ -74,10 +74,7 @@ def _encoded(
             raise StepError(f"item {towers[0].identifier!r}: the program has no encoder for it")
         data = [blobs[item.blob] for item in towers]
         adapters = _adapters(pool, plan, towers)
-        if adapters is None:
-            rows = vision.family.encode(vision.params, vision.config, data)
-        else:
-            rows = vision.family.encode(vision.params, vision.config, data, adapters)
+        rows = vision.family.encode(vision.params, vision.config, data, adapters)
         outputs |= {item.identifier: own for item, own in zip(towers, rows, strict=True)}
     return {item.identifier: _checked(program, item, outputs[item.identifier]) for item in items}
 
