@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from purestep.engine.config import Config
-from purestep.engine.encode import encoded_outputs, merged_rows
+from purestep.engine.encode import Faults, encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import gather_, pack, pack_fused, pack_vocab
 from purestep.engine.pending import Pending, landed
@@ -127,7 +127,7 @@ def _queued(
             raw_RV = replay(program, pool, plan, drawn_S)
             return _sampled(program, device, plan, raw_RV)
         seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
-        embeds = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
+        embeds, faults = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
@@ -135,9 +135,10 @@ def _queued(
             raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
         scored = tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored)
         hidden = _hidden_arrays(program.config, plan, seen)
-        found = _sampled(program, device, plan, raw_SV, scored=scored, hidden=hidden)
+        found = _sampled(program, device, plan, raw_SV, scored=scored, hidden=hidden, faults=faults)
     # At the end, as the state before a step that fails knows nothing of them.
-    pool.encoded.update({i.identifier: outputs[i.identifier] for i in plan.encodes if i.keep})
+    kept = [i for i in plan.encodes if i.keep and len(outputs[i.identifier]) == i.num_embeds]
+    pool.encoded.update({item.identifier: outputs[item.identifier] for item in kept})
     return found
 
 
@@ -251,18 +252,20 @@ def _embeds(
     plan: StepPlan,
     blobs: Mapping[str, Any],
     outputs: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(index_E, rows): which token rows enter as embeddings, and those. A prompt's own embeddings
-    have nothing for deeper layers."""
-    if not (plan.embedded or plan.merges):
-        return None
+) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, Faults]:
+    """((index_E, rows): which token rows enter as embeddings, and those, if any; items that are not
+    what was said of them). A prompt's own embeddings have nothing for deeper layers."""
     device = program.config.device
     spans = [
         (s.index_E, blobs[s.blob][s.first_row : s.first_row + len(s.index_E)].to(device))
         for s in plan.embedded
     ]
-    spans += merged_rows(program, pool, plan, blobs, outputs)
+    merged, faults = merged_rows(program, pool, plan, blobs, outputs)
+    spans += merged
+    if not spans:
+        return None, faults
     index_E = np.concatenate([index for index, _ in spans])
     width = max(rows.shape[1] for _, rows in spans)
     rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for _, r in spans]
-    return torch.tensor(index_E, dtype=torch.int64, device=device), torch.cat(rows)
+    place_E = torch.tensor(index_E, dtype=torch.int64, device=device)
+    return (place_E, torch.cat(rows)), faults
