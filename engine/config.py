@@ -7,6 +7,7 @@ from purestep.models.config import FusedLinear, ModelConfig
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.engine import HostState, empty_host
 from purestep.state.errors import ConfigError
+from purestep.state.media import MODALITIES
 from purestep.state.plan import BatchDescriptor
 from purestep.state.request import Request, RequestState
 from purestep.state.text import TokenTable
@@ -44,6 +45,8 @@ class Config:
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
+    # (modality, adapter): whose requests with such media get that adapter if they name none
+    default_adapters: tuple[tuple[str, str], ...] = ()
     lora_tower: bool = False  # memory for adapters on the tower and its projector too
     tower: tuple[FusedLinear, ...] = ()  # their linears, with those never run; follows from vision
     vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
@@ -116,8 +119,13 @@ def check_config(config: Config) -> Config:
             f"image_limit={config.image_limit} must be at least 1 with a vision tower, which this "
             f"program {'has' if config.vision is not None else 'lacks'}, and 0 without"
         )
-    if config.lora_tower and config.vision is None:
-        raise ConfigError("lora_tower=True, but this program has no vision tower")
+    for modality, name in config.default_adapters:
+        if modality not in MODALITIES:
+            raise ConfigError(
+                f"default_adapters: {modality!r} is no modality, which are {', '.join(MODALITIES)}"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"default_adapters: {modality!r} needs an adapter's name: {name!r}")
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
     if config.max_encoder_tokens < 0 or config.encoder_cache_tokens < 0 or config.mrope_merge < 0:

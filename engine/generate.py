@@ -12,7 +12,7 @@ from purestep.engine.adapters import deliver, register_adapter
 from purestep.engine.loader import Loader, Resolver
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.program import Program, init
-from purestep.engine.requests import submit
+from purestep.engine.requests import submit, with_default_adapter
 from purestep.engine.step import step
 from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
@@ -82,10 +82,11 @@ class _Driver:
         try:
             return submit(state, request)
         except UnknownAdapterError:
-            source = None if self.resolver is None else self.resolver(request.adapter)
+            name = with_default_adapter(self.program.config, request).adapter
+            source = None if self.resolver is None else self.resolver(name)
             if source is None:
                 raise
-            return submit(register_adapter(state, source, name=request.adapter), request)
+            return submit(register_adapter(state, source, name=name), request)
 
 
 def _drive(

@@ -18,7 +18,7 @@ from purestep.engine.pictures import decode_picture, encoded_bytes, is_encoded, 
 from purestep.models.vision import Words, marker_ids
 from purestep.state.errors import ConfigError, MediaError, RequestError
 from purestep.state.identity import alias, content_digest, identifier
-from purestep.state.media import Feature
+from purestep.state.media import PART_MODALITIES, Feature
 from purestep.state.processor_cache import Processed, ProcessorCache, find, remember
 from purestep.state.sampling import is_int, is_list
 
@@ -30,7 +30,7 @@ IMAGE_PARTS = {  # by the part's type, which is also the key of what it shows: t
     "image_url": ("id", "options"),
     "image_embeds": ("grid",),
 }
-OTHER_MEDIA = ("audio", "audio_url", "input_audio", "input_image", "video", "video_url")
+OTHER_MEDIA = tuple(kind for kind in PART_MODALITIES if kind not in IMAGE_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -89,11 +89,12 @@ def allocate_pool(config: Config) -> Pool:
         layers=layers,
         embed=embed,
         head=head,
-        tower=_tower_rows(config) if config.lora_tower else {},
+        tower=tower_rows(config) if config.lora_tower else {},
     )
 
 
-def _tower_rows(config: Config) -> dict[str, TowerRows]:
+def tower_rows(config: Config) -> dict[str, TowerRows]:
+    """Rows of zeros for adapters on a tower, by linear."""
     P = config.lora_rows
     return {
         linear.name: TowerRows(

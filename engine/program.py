@@ -139,6 +139,7 @@ def make_program(
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
     lora_tower: bool | None = None,
+    default_adapters: Mapping[str, str] | None = None,
     vision: Vision | None = None,
     image_limit: int | None = None,
     image_processor: ImageProcessor | None = None,
@@ -167,6 +168,8 @@ def make_program(
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `lora_tower` does the same for adapters on the linears of a vision tower and its projector.
+    `default_adapters` maps a modality ("image") to the adapter of requests with such media that
+    name none.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
     model with a tower; with 0 there is no tower, and the engine is one for text. `pictures` says
     how they are read.
@@ -197,6 +200,12 @@ def make_program(
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
     tower = () if vision is None else tower_linears(vision.family, vision.config)
+    if default_adapters and vision is None:
+        raise ConfigError(
+            f"default_adapters={dict(default_adapters)}, but this program takes no media"
+        )
+    if lora_tower and vision is None:
+        raise ConfigError("lora_tower=True, but this program has no vision tower")
     if lora_tower is None:
         lora_tower = kind == "cpu" and vision is not None
     if lora_rows is not None and adapter_bytes is not None:
@@ -246,6 +255,7 @@ def make_program(
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
         lora_vocab=lora_vocab,
+        default_adapters=tuple(sorted((default_adapters or {}).items())),
         lora_tower=lora_tower,
         tower=tower,
         vision=None if vision is None else vision.config,

@@ -29,6 +29,8 @@ Processor = Callable[..., Tensor]
 
 Runs in inference mode, and may write into the logits it is given."""
 
+SCORE_CHUNK = 64  # prompt tokens whose logits are there at a time
+
 Chosen = Sequence[tuple[int, LogitEdits]]
 """(place among the sampled rows, what changes its logits), as a plan has them."""
 
@@ -101,7 +103,10 @@ def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scor
 
 
 def score_rows(
-    head: Callable[[int, int], Tensor], target_N: np.ndarray, num_tops: int, chunk: int = 64
+    head: Callable[[int, int], Tensor],
+    target_N: np.ndarray,
+    num_tops: int,
+    chunk: int = SCORE_CHUNK,
 ) -> Scores:
     """The scores of a row's prompt tokens; `head(start, end)` gives the logits of a range of them.
 

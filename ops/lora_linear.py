@@ -133,27 +133,14 @@ def lora_linear_ref(
 def lora_add_tiles_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
     """Add each token's own delta to a product of slices `out_sizes`, in place, and nothing to those
     without an adapter: as `lora_linear` does, for products that are made elsewhere. Contiguous."""
-    if not x_TD.is_cuda:
-        if native.takes(y_TO, x_TD):
-            native.add_deltas_(y_TO, x_TD, *deltas, out_sizes)
-        else:
-            _add_ref_(y_TO, x_TD, deltas, out_sizes)
-        return
-    from purestep.ops.kernels import deltas as kernels
+    if x_TD.is_cuda:
+        from purestep.ops.kernels.deltas import add_slices_
 
-    if len(out_sizes) == 1:
-        kernels.expand_(y_TO, Shrunk(kernels.shrink(x_TD, deltas), deltas), x_TD.dtype)
-        return
-    parts = zip(
-        y_TO.split_with_sizes(list(out_sizes), 1),
-        deltas.a_SPD,
-        deltas.b_PO.split_with_sizes(list(out_sizes), 1),
-        strict=True,
-    )
-    for y_To, a_PD, b_Po in parts:  # the kernel takes whole products of one slice
-        own, part = deltas._replace(a_SPD=a_PD[None], b_PO=b_Po.contiguous()), y_To.contiguous()
-        kernels.expand_(part, Shrunk(kernels.shrink(x_TD, own), own), x_TD.dtype)
-        y_To.copy_(part)
+        add_slices_(y_TO, x_TD, deltas, out_sizes)
+    elif native.takes(y_TO, x_TD):
+        native.add_deltas_(y_TO, x_TD, *deltas, out_sizes)
+    else:
+        _add_ref_(y_TO, x_TD, deltas, out_sizes)
 
 
 def _add_ref_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:

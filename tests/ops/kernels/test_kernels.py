@@ -13,7 +13,7 @@ from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm_ref
 from purestep.ops.gated_mul import gated_mul_ref
 from purestep.ops.kernels import attention, elementwise, folded, greedy, products
-from purestep.ops.kernels.deltas import expand_, shrink
+from purestep.ops.kernels.deltas import add_slices_, expand_, shrink
 from purestep.ops.kv_write import kv_write_ref_
 from purestep.ops.lora_linear import (
     Deltas,
@@ -106,6 +106,21 @@ def deltas(T: int, width: int, sizes: tuple[int, ...], P: int, dtype: torch.dtyp
 def wide(lora: Deltas) -> Deltas:
     rows = (torch.nan_to_num(lora.a_SPD), torch.nan_to_num(lora.b_PO))
     return Deltas(*(x.cpu().double() for x in rows), *(x.cpu() for x in lora[2:]))
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(48,), (64, 32, 80)], ids=str)
+def test_deltas_of_a_product_of_slices(sizes, dtype, tolerance) -> None:
+    """Added to a product that was made elsewhere, to each slice its own."""
+    torch.manual_seed(0)
+    x, lora = random(41, 80, dtype=dtype), deltas(41, 80, sizes, 40, dtype)
+    y, zeros = random(41, sum(sizes), dtype=dtype), torch.zeros(sum(sizes), 80).double()
+    want = y.cpu().double() + lora_linear_ref(x.cpu().double(), zeros, None, wide(lora), sizes)
+    bare = y.clone()
+    add_slices_(y, x, lora, sizes)
+    assert close(y, want, tolerance)
+    assert not close(bare, want, tolerance)
+    assert y[1::3].equal(bare[1::3]), "a token without an adapter gets exactly no delta"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
