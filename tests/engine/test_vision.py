@@ -188,7 +188,8 @@ def test_no_step_splits_an_image(kind: str) -> None:
 @pytest.mark.parametrize("kind", TOGETHER)
 def test_preempted_within_a_batch_of_images(kind: str) -> None:
     """Too few blocks for all: requests leave, come back and say the same."""
-    engine = program(kind, block_size=3, num_blocks=47, prefix_caching=False)
+    sizes = {"block_size": 3, "num_blocks": 47, "max_batched_tokens": 256}
+    engine = program(kind, **sizes, prefix_caching=False)
     _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
     check(kind, found)
     assert sum(completion.num_preemptions for completion in found.values()) > 0
