@@ -21,7 +21,6 @@ from purestep.engine.generate import generate
 from purestep.engine.loader import Resolver
 from purestep.engine.prepare import prepare_cached
 from purestep.engine.program import Program
-from purestep.engine.step import step
 from purestep.state.errors import BatchFileError, BatchLineError, MediaError, RequestError
 from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
 from purestep.state.request import Completion, FinishReason, Request
@@ -176,7 +175,7 @@ def run_lines(
         adapters=job.adapters,
         resolver=job.resolver,
         on_step=progress.step,
-        advance=dry_step if job.dry_run else step,
+        advance=dry_step if job.dry_run else None,
     ):
         run.collect(completion)
 
