@@ -15,6 +15,7 @@ from purestep.engine.admission import ended_request
 from purestep.engine.config import Config
 from purestep.engine.pool import check_linears
 from purestep.engine.requests import abort_host, bind
+from purestep.engine.upload import on_gpu
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
 from purestep.state import adapters as ledger_of
 from purestep.state.adapters import AdapterInfo, AdapterLedger, count_users
@@ -74,6 +75,7 @@ def load_adapter_tensors(
         max_rank=state.config.max_lora_rank,
         name=name,
         version=version,
+        pinned=on_gpu(state.config.device),
     )
     return deliver_loaded(state, AdapterLoaded(name=name, source=None, adapter=adapter))
 
@@ -88,6 +90,7 @@ def read(
         dtype=getattr(torch, config.dtype),
         max_rank=config.max_lora_rank,
         name=name,
+        pinned=on_gpu(config.device),
         pause=pause,
     )
 

@@ -80,6 +80,7 @@ def read_adapter(
     dtype: torch.dtype,
     max_rank: int | None,
     name: str = "",
+    pinned: bool = False,
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     """Read a folder as PEFT's `save_pretrained` writes it.
@@ -88,7 +89,8 @@ def read_adapter(
     safetensors wins. Pickles go through torch's restricted unpickler and run no code. `~` is
     expanded; names on a hub are not looked up. `max_rank` is the option `max_lora_rank`, None for
     no limit. `dtype` is what the arenas hold; scalings are folded into B in float32 before the
-    cast. `pause` is called behind each piece of about 1 MiB.
+    cast. `pinned` arenas are uploaded to a GPU without waiting. `pause` is called behind each piece
+    of about 1 MiB.
 
     Raises AdapterError naming the adapter, the file or tensor, the value and the limit. Warns
     about target modules that the weights do not have and about unknown settings.
@@ -103,7 +105,9 @@ def read_adapter(
         raise AdapterError(f"{label}: the folder holds none of {', '.join(WEIGHT_FILES)}")
     tensors = _read_tensors(path, label)
     where = f"{label}, {path.name}"
-    return _build(tensors, adapter_config, config, dtype, max_rank, where, pause=pause)
+    return _build(
+        tensors, adapter_config, config, dtype, max_rank, where, pinned=pinned, pause=pause
+    )
 
 
 def adapter_from_tensors(
@@ -115,6 +119,7 @@ def adapter_from_tensors(
     max_rank: int | None,
     name: str = "",
     version: str | None = None,
+    pinned: bool = False,
 ) -> Adapter:
     """An adapter from tensors in memory, copied: later changes to them change nothing here.
 
@@ -132,7 +137,7 @@ def adapter_from_tensors(
     except ValueError as error:
         raise AdapterError(f"{label}: {error}") from None
     chosen = {saved: tensors[source] for saved, source in sources.items()}
-    return _build(chosen, adapter_config, config, dtype, max_rank, label, version)
+    return _build(chosen, adapter_config, config, dtype, max_rank, label, version, pinned)
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
@@ -169,11 +174,13 @@ def _build(
     max_rank: int | None,
     label: str,
     version: str | None = None,
+    pinned: bool = False,
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     modules = _check(tensors, adapter_config, config, max_rank, label)
     rank = max(rank_of(adapter_config, module.file_name) for module in modules)
-    arenas, hasher = empty_arenas(modules, config, dtype, rank), version_hasher(version)
+    arenas = empty_arenas(modules, config, dtype, rank, pinned)
+    hasher = version_hasher(version)
     for module in modules:
         scaling, arena = scaling_of(adapter_config, module.file_name), arenas[module.linear.name]
         for role, name, factor in (("A", module.a, 1.0), ("B", module.b, scaling)):
