@@ -18,6 +18,11 @@ Fields = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape, dtype
 Spots = dict[str, tuple[int, tuple[int, ...], np.dtype]]  # name -> first byte, shape, dtype
 
 
+def on_gpu(device: str | torch.device) -> bool:
+    """Whether there is a bus to cross."""
+    return torch.device(device).type == "cuda"
+
+
 def layout(fields: Fields) -> tuple[Spots, int]:
     """Where each array lies in one buffer, and the buffer's bytes."""
     spots, size = {}, 0
@@ -37,7 +42,7 @@ def fill_(buffer: Tensor, arrays: Arrays, spots: Spots) -> None:
 
 def sent(arrays: Arrays, device: str | torch.device) -> dict[str, Tensor]:
     """Each array on the device, all by one copy, in memory of their own."""
-    if torch.device(device).type != "cuda":
+    if not on_gpu(device):
         return {name: torch.from_numpy(np.array(a)).to(device) for name, a in arrays.items()}
     spots, size = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
     # torch's allocator of pinned memory hands it out again once the copy is done.
@@ -52,7 +57,7 @@ def sent(arrays: Arrays, device: str | torch.device) -> dict[str, Tensor]:
 
 def sent_tensor(host: Tensor, device: str | torch.device) -> Tensor:
     """A tensor of the host on the device."""
-    if torch.device(device).type != "cuda" or host.is_cuda:
+    if not on_gpu(device) or host.is_cuda:
         return host.to(device)
     return host.pin_memory().to(device, non_blocking=True)
 
@@ -66,7 +71,7 @@ def landed(
     their own; what is queued from then on waits for them, and their memory is not used again before
     that is done. Arenas that are not pinned are copied just as well, but the host waits.
     """
-    if torch.device(device).type != "cuda":
+    if not on_gpu(device):
         return sent(index, device), {name: _moved(a, device) for name, a in arenas.items()}
     here, beside = torch.cuda.current_stream(device), _copies(torch.device(device))
     with torch.cuda.stream(beside):
