@@ -43,7 +43,7 @@ from purestep.state.errors import SnapshotError
 from purestep.state.plan import StepResult
 from purestep.state.request import Request
 
-FORMAT = "purestep/recording/3"
+FORMAT = "purestep/recording/4"
 ELSEWHERE = ("device", "compile")  # of a config: where it ran, which changes no host state
 T = TypeVar("T")
 Event = tuple[Any, ...]  # its kind, then what that needs
