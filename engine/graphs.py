@@ -29,6 +29,7 @@ from purestep.state.adapters import Residence
 from purestep.state.batch import Batch
 from purestep.state.engine import EngineState
 from purestep.state.plan import BatchDescriptor, StepPlan
+from purestep.state.tables import same_tables
 
 
 @dataclass(slots=True, eq=False)
@@ -117,10 +118,7 @@ def same_pass(one: StepPlan, other: StepPlan) -> bool:
     if other.uploads or other.copies or not same_places(one.residents, other.residents):
         return False
     arrays = ((getattr(one, n), getattr(other, n)) for n in ("start_R", "slot_R", "tokens_T"))
-    tables = zip(one.tables, other.tables, strict=True)
-    return all(np.array_equal(a, b) for a, b in arrays) and all(
-        a is b or np.array_equal(a, b) for a, b in tables
-    )
+    return all(np.array_equal(a, b) for a, b in arrays) and same_tables(one.tables, other.tables)
 
 
 def same_places(one: Sequence[Residence], other: Sequence[Residence]) -> bool:

@@ -16,7 +16,7 @@ from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
 from purestep.state.adapters import check_adapters, has_place, pinned_versions
-from purestep.state.blocks import check_blocks, free_order
+from purestep.state.blocks import check_blocks, free_order, held_blocks
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, chain, check_rows, encoder_items
 from purestep.state.media import embed_runs, group_embeds, overlap_groups, rows_in_window
@@ -308,7 +308,7 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
             continue
         digests = chain(before.rows, row, before.requests[key])
         held = zip(before.rows.tables[row].tolist(), digests, strict=False)
-        freed = [b for b, d in held if old.refs[b] == 1 and new.digest_of.get(b) == d]
+        freed = [b for b, d in held if old.holders(b) == 1 and new.digest_of.get(b) == d]
         stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
         assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
     queued = [b for b in free_order(old) if b in old.digest_of]
@@ -321,7 +321,7 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
     for line, taken in lines:
         newest = max((line.index(b) for b in taken), default=0)
         for block in line[:newest]:
-            moved = block in new.refs or new.stamp_of.get(block) != old.stamp_of[block]
+            moved = new.holders(block) or new.stamp_of.get(block) != old.stamp_of[block]
             assert block in lost or moved, "a block was reused before one released earlier"
 
 
@@ -354,7 +354,7 @@ def law_in_flight_blocks_are_held(host: HostState) -> None:
     for plan in host.in_flight:
         named = {block for table in plan.tables for block in table.tolist()}
         named |= {block for copy in plan.copies for block in copy}
-        free = named - set(host.blocks.refs)
+        free = named - set(held_blocks(host.blocks))
         assert not free, f"blocks {sorted(free)} are free, and step {plan.step} still uses them"
 
 

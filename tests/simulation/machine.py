@@ -366,7 +366,7 @@ class Machine:
         try:
             host, pairs = renumbered(self.state.host, num_blocks)
         except ConfigError:
-            must(len(self.state.host.blocks.refs) > num_blocks, "live blocks would have fitted")
+            must(self.state.host.blocks.num_held > num_blocks, "live blocks would have fitted")
             return
         for completion in host.ended:
             told = self.live[completion.key]
