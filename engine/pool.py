@@ -15,12 +15,14 @@ import torch
 from torch import Tensor
 
 from purestep.engine.config import Config
-from purestep.engine.memory import vocab_rows_bytes
+from purestep.engine.memory import tower_rows_bytes, vocab_rows_bytes
 from purestep.engine.pending import Ring, check_sound
+from purestep.engine.upload import landed, sent
 from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
-from purestep.models.config import fused_linears
+from purestep.models.config import TOWER, fused_linears
 from purestep.models.decoder import AdapterRows, EmbedRows, LayerAdapters
+from purestep.models.tower_rows import TowerRows
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.engine import DeviceState
 from purestep.state.errors import AdapterError, DonatedStateError, TornStateError
@@ -40,6 +42,7 @@ class Pool:
     layers: tuple[LayerAdapters, ...]  # views of the two, one a layer
     embed: EmbedRows | None  # None where config.lora_vocab is off, as the head's
     head: AdapterRows | None
+    tower: dict[str, TowerRows]  # by linear; empty where config.lora_tower is off
     encoded: dict[str, Tensor] = field(default_factory=dict)  # outputs by identifier, [E, D]
     generation: int = 0
     consumer: str = ""  # what made the present generation
@@ -50,6 +53,12 @@ class Pool:
 
 def check_linears(config: Config, adapter: Adapter, label: str) -> None:
     """Raises AdapterError where the pool has no rows for a linear that the adapter touches."""
+    if not config.lora_tower and "tower" in adapter.linears:
+        raise AdapterError(
+            f"{label} adapts the vision tower or its projector, but lora_tower=False: with "
+            f"lora_tower=True the pool takes {tower_rows_bytes(config) / 2**20:.0f} MiB more for "
+            "such adapters"
+        )
     if not config.lora_vocab and {"embed", "head"} & adapter.arenas.keys():
         modules = [module for module in adapter.modules if module in (EMBED, HEAD)]
         raise AdapterError(
@@ -73,7 +82,30 @@ def allocate_pool(config: Config) -> Pool:
     )
     kv = tuple(_zeros(config, *pages) for _ in range(L))
     embed, head = _vocab_rows(config) if config.lora_vocab else (None, None)
-    return Pool(config=config, kv=kv, a_LSPD=a, b_LPO=b, layers=layers, embed=embed, head=head)
+    return Pool(
+        config=config,
+        kv=kv,
+        a_LSPD=a,
+        b_LPO=b,
+        layers=layers,
+        embed=embed,
+        head=head,
+        tower=tower_rows(config) if config.lora_tower else {},
+    )
+
+
+def tower_rows(config: Config) -> dict[str, TowerRows]:
+    """Rows of zeros for adapters on a tower, by linear."""
+    P = config.lora_rows
+    return {
+        linear.name: TowerRows(
+            a_SPD=_zeros(config, len(linear.out_sizes), P, linear.in_features),
+            b_PO=_zeros(config, P, linear.out_features),
+            out_sizes=linear.out_sizes,
+        )
+        for linear in config.tower
+        if linear.parent == TOWER
+    }
 
 
 def _vocab_rows(config: Config) -> tuple[EmbedRows, AdapterRows]:
@@ -137,36 +169,49 @@ def retract_(device: DeviceState, plan: StepPlan) -> None:
         pool.torn = plan.overwrites
 
 
-def row_index(place: Residence) -> Tensor:
+def row_index(place: Residence) -> np.ndarray:
     """The adapter rows of a residence, int64."""
-    blocks = torch.tensor(place.row_blocks)[:, None] * ROW_BLOCK
-    return (blocks + torch.arange(ROW_BLOCK)).flatten()
+    blocks = np.array(place.row_blocks, np.int64)[:, None] * ROW_BLOCK
+    return (blocks + np.arange(ROW_BLOCK)).ravel()
 
 
 def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
     """Write an adapter's rows. Linears of layers that it does not touch get zeros, so that no
-    residue is left; an embedding or a head that it does not touch is never read for it."""
-    rows = row_index(place).to(pool.config.device)
-    if (arena := adapter.arenas.get("embed")) is not None:
+    residue is left; an embedding, a head or a tower that it does not touch is never read for it.
+
+    On a GPU nothing waits but the work that is queued behind this.
+    """
+    index = {"rows": row_index(place), "blocks": np.array(place.row_blocks, np.int64)}
+    index, arenas = landed(index, adapter.arenas, pool.config.device)
+    rows = index["rows"]
+    if (arena := arenas.get("embed")) is not None:
         a_CVR = arena.a_LSRD[0, 0].unflatten(0, (-1, ROW_BLOCK)).transpose(1, 2)
-        pool.embed.a_CVR[list(place.row_blocks)] = a_CVR.to(pool.config.device)
-        pool.embed.b_PD.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
-    if (arena := adapter.arenas.get("head")) is not None:
-        pool.head.a_SPD.index_copy_(1, rows, arena.a_LSRD[0].to(pool.config.device))
-        pool.head.b_PO.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
+        pool.embed.a_CVR.index_copy_(0, index["blocks"], a_CVR)
+        pool.embed.b_PD.index_copy_(0, rows, arena.b_LRO[0])
+    if (arena := arenas.get("head")) is not None:
+        pool.head.a_SPD.index_copy_(1, rows, arena.a_LSRD[0])
+        pool.head.b_PO.index_copy_(0, rows, arena.b_LRO[0])
+    for name, own in pool.tower.items() if "tower" in place.linears else ():
+        if (arena := arenas.get(name)) is None:
+            own.a_SPD.index_fill_(1, rows, 0)
+            own.b_PO.index_fill_(0, rows, 0)
+        else:
+            own.a_SPD.index_copy_(1, rows, arena.a_LSRD[0])
+            own.b_PO.index_copy_(0, rows, arena.b_LRO[0])
     for name in pool.a_LSPD:
-        arena = adapter.arenas.get(name)
+        arena = arenas.get(name)
         if arena is None:
             pool.a_LSPD[name].index_fill_(2, rows, 0)
             pool.b_LPO[name].index_fill_(1, rows, 0)
         else:
-            pool.a_LSPD[name].index_copy_(2, rows, arena.a_LSRD.to(pool.config.device))
-            pool.b_LPO[name].index_copy_(1, rows, arena.b_LRO.to(pool.config.device))
+            pool.a_LSPD[name].index_copy_(2, rows, arena.a_LSRD)
+            pool.b_LPO[name].index_copy_(1, rows, arena.b_LRO)
 
 
 def copy_adapter_(source: Pool, target: Pool, place: Residence) -> None:
     """Copy one adapter's rows from pool to pool, to the same place."""
-    rows, blocks = row_index(place).to(source.config.device), list(place.row_blocks)
+    index = {"rows": row_index(place), "blocks": np.array(place.row_blocks, np.int64)}
+    rows, blocks = sent(index, source.config.device).values()
     for name in source.a_LSPD:
         target.a_LSPD[name][:, :, rows] = source.a_LSPD[name][:, :, rows]
         target.b_LPO[name][:, rows] = source.b_LPO[name][:, rows]
@@ -176,14 +221,16 @@ def copy_adapter_(source: Pool, target: Pool, place: Residence) -> None:
     if "head" in place.linears:
         target.head.a_SPD[:, rows] = source.head.a_SPD[:, rows]
         target.head.b_PO[rows] = source.head.b_PO[rows]
+    for name in source.tower if "tower" in place.linears else ():
+        target.tower[name].a_SPD[:, rows] = source.tower[name].a_SPD[:, rows]
+        target.tower[name].b_PO[rows] = source.tower[name].b_PO[rows]
 
 
 def copy_blocks_(source: Pool, target: Pool, from_blocks: list[int], to_blocks: list[int]) -> None:
     """Copy KV blocks between pools, or within one; the two lists pair up."""
     if not from_blocks:
         return
-    device = target.config.device
-    take = torch.tensor(from_blocks, device=device)
-    put = torch.tensor(to_blocks, device=device)
+    pairs = {"take": np.array(from_blocks, np.int64), "put": np.array(to_blocks, np.int64)}
+    take, put = sent(pairs, target.config.device).values()
     for old, new in zip(source.kv, target.kv, strict=True):
         new[:, put] = old[:, take]

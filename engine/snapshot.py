@@ -33,7 +33,7 @@ from purestep.state.encoder import empty_encoder
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import AdapterError, RequestError, SnapshotError
 
-FORMAT = "purestep/snapshot/5"
+FORMAT = "purestep/snapshot/6"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
 PROMPTS, MEDIA = "prompts.safetensors", "media.safetensors"
 
@@ -157,9 +157,10 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
 
     Raises SnapshotError naming what differs (format, weights, model, dtype, block size, adapter
     rows), what live requests need and the program lacks (a token table, a logits processor), or
-    what is damaged, and AdapterError when an adapter's files changed or are gone, or when it
-    adapts the embedding or the head and the program's `lora_vocab` is off. Another torch or triton
-    only warns: host states are equal, but the last bits of logits may differ.
+    what is damaged, and AdapterError when an adapter's files changed or are gone, or when it adapts
+    the embedding, the head or a tower and the program's `lora_vocab` or `lora_tower` is off.
+    Another torch or triton only warns: host states are equal, but the last bits of logits may
+    differ.
     """
     folder = Path(path)
     meta = _read_state(folder)

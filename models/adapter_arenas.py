@@ -1,9 +1,11 @@
 """The values of an adapter: one pass that hashes them, checks them and lays them out in arenas.
 
-L layers (1 for the embedding and the head), S slices of a fused linear, R rows (the adapter's
-rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are tokens.
+L layers (1 for the embedding, the head and a tower), S slices of a fused linear, R rows (the
+adapter's rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are
+tokens.
 """
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 
 import torch
@@ -11,7 +13,7 @@ from blake3 import blake3
 from torch import Tensor
 
 from purestep.models.adapter_names import AdaptedModule
-from purestep.models.config import ModelConfig, fused_linears, vocab_linears
+from purestep.models.config import TOWER, ModelConfig, fused_linears, vocab_linears
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.hashing import framed
 from purestep.state.pytree import tree
@@ -32,20 +34,33 @@ class Arena:
 
 
 def empty_arenas(
-    modules: Iterable[AdaptedModule], config: ModelConfig, dtype: torch.dtype, rank: int
+    modules: Iterable[AdaptedModule],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    rank: int,
+    pinned: bool = False,
 ) -> dict[str, Arena]:
-    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to."""
+    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to, but for
+    those that a tower never runs, all in one piece of memory: `pinned`, a GPU reads it by itself,
+    at the bus's full rate."""
     touched = {module.linear.name for module in modules}
     R = -(-rank // ROW_BLOCK) * ROW_BLOCK
     copies = dict.fromkeys(fused_linears(config), config.num_layers)
     copies |= dict.fromkeys(vocab_linears(config), 1)
-    return {
-        linear.name: Arena(
-            a_LSRD=torch.zeros(L, len(linear.children), R, linear.in_features, dtype=dtype),
-            b_LRO=torch.zeros(L, R, linear.out_features, dtype=dtype),
+    copies |= {m.linear: 1 for m in modules if m.linear.parent == TOWER}
+    shapes = {
+        linear.name: (
+            (L, len(linear.children), R, linear.in_features),
+            (L, R, linear.out_features),
         )
         for linear, L in copies.items()
         if linear.name in touched
+    }
+    sizes = [math.prod(shape) for pair in shapes.values() for shape in pair]
+    parts = iter(torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned).split(sizes))
+    return {
+        name: Arena(a_LSRD=next(parts).view(a), b_LRO=next(parts).view(b))
+        for name, (a, b) in shapes.items()
     }
 
 

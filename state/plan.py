@@ -30,6 +30,7 @@ class BatchDescriptor:
 
     @property
     def has_lora(self) -> bool:
+        """Whether any row has an adapter."""
         return self.num_active_loras > 0
 
 
@@ -73,7 +74,7 @@ class EncodedItem:
     identifier: str
     blob: str  # digest of its processed tensors
     modality: str
-    version: str | None  # of the adapter on the encoder; None = base
+    version: str | None  # of the adapter on the encoder, one of `residents`; None = base
     num_embeds: int
     keep: bool  # behind this step, or for it alone
 
@@ -85,8 +86,10 @@ class MergedSpan:
     identifier: str
     blob: str
     modality: str
+    num_embeds: int  # of the whole output, as the request says
     first_row: int
     index_E: np.ndarray  # int32, places among the plan's tokens
+    version: str | None = None  # as of the item
 
 
 @tree
@@ -113,8 +116,8 @@ class Overwrites:
 
 @tree
 class StepPlan:
-    """Everything the device will do, in this order: encoder outputs dropped, items encoded,
-    adapters uploaded, blocks copied, one forward pass."""
+    """Everything the device will do, in this order: encoder outputs dropped, adapters uploaded,
+    items encoded, blocks copied, one forward pass."""
 
     step: int
     descriptor: BatchDescriptor
@@ -155,6 +158,9 @@ class StepResult:
     logprob_S: np.ndarray  # float32, of the raw distribution; NaN where logits were not finite
     tops: tuple[Scores, ...] = ()  # of the sampled rows that asked, in their order
     errors: tuple[tuple[int, str], ...] = ()  # (place among the sampled rows, what went wrong)
+    # (identifier, embeddings that it was said to have, what its output is instead): what requests
+    # that say so compute of it is void
+    faults: tuple[tuple[str, int, str], ...] = ()
     scored: tuple[Scores, ...] = ()  # one for each of the plan's
     hidden: tuple[np.ndarray, ...] = ()  # float32 [layers, n, D], one for each of the plan's
 

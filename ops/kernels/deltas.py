@@ -5,6 +5,8 @@ step's adapters in chunks of 16, X tiles of I tokens, Z splits of D, whose fp32 
 after the other. Tokens without an adapter fill tiles of their own, which meet no adapter rows.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -217,6 +219,19 @@ def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
         num_warps=warps,
         num_stages=1,  # loops are short, and the pipeliner of triton 3.6 fails on this one
     )
+
+
+def add_slices_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
+    """Add deltas to a product of slices `out_sizes`, each as a product of one slice."""
+    if len(out_sizes) == 1:
+        expand_(y_TO, Shrunk(shrink(x_TD, deltas), deltas), x_TD.dtype)
+        return
+    slices = y_TO.split_with_sizes(list(out_sizes), 1)
+    rows = deltas.a_SPD, deltas.b_PO.split_with_sizes(list(out_sizes), 1)
+    for y_To, a_PD, b_Po in zip(slices, *rows, strict=True):
+        own, sum_To = deltas._replace(a_SPD=a_PD[None], b_PO=b_Po.contiguous()), y_To.contiguous()
+        expand_(sum_To, Shrunk(shrink(x_TD, own), own), x_TD.dtype)
+        y_To.copy_(sum_To)
 
 
 def expand_shape(wide: bool) -> tuple[int, int]:

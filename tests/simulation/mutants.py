@@ -15,12 +15,12 @@ import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row
 from purestep.engine.commit import _filled_blocks, _next_digest, _without
-from purestep.engine.encoding import Encoding, settled
+from purestep.engine.encoding import Encoding, _encoded_item, settled
 from purestep.engine.media import plan_positions
 from purestep.engine.planning import _gathered, _sampling, _slots, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
 from purestep.engine.renewal import _rebound, _recomputed
-from purestep.engine.requests import _child, abort_host
+from purestep.engine.requests import _child, abort_host, bind
 from purestep.engine.schedule import (
     _lengthened,
     _make_room,
@@ -296,7 +296,7 @@ MUTANTS = (
     mutant(
         "blocks are keyed as before once the weights are others",
         _rebound,
-        "record = bind(config, record, record.version)",
+        "record = bind(config, ledger, record, record.version)",
         "pass",
     ),
     mutant(
@@ -352,6 +352,18 @@ MUTANTS = (
         Encoding.leave,
         "del self._encodes[name]",
         "del self._encodes[name]; self.ledger = planned(self.ledger, name, item.num_embeds)",
+    ),
+    mutant(
+        "an adapter that changes the tower gets the base model's outputs",
+        bind,
+        "encoder_version=encoder_version(ledger, version),",
+        "encoder_version=None,",
+    ),
+    mutant(
+        "an item is encoded without its adapter",
+        _encoded_item,
+        "version=record.encoder_version,",
+        "version=None,",
     ),
     mutant(
         "a second reference to an output replaces the first",
