@@ -7,8 +7,10 @@ W1 256 requests x (512 in, 256 out), W2 8 x (128 in, 256 out), W3 64 x (2048 in,
 (128 in, 256 out). Cases: base, adapters1, adapters8 and, for 64 rows, adapters32 and rank64. Times
 are from the first submit to the last completion; a step's time is that of steps that only decode.
 Rounds of all cases take turns; medians are reported. Floors: reading the weights once, by what a
-copy on the same device reaches. `--trace DIR` writes a profile of decode steps, a picture of it,
-and how long the GPU idles between them. `--peers` runs transformers and PEFT on a share of W1.
+copy on the same device reaches. `--drivers` takes `step_ahead` (ahead) or `step` (plain), whose
+figures end in /plain. `--trace DIR` writes a profile of some steps, a picture of it, and how long
+the GPU idles between and within them. `--peers` gives a share of W1 to transformers and PEFT, too.
+`start` is what a program takes from weights on the device to its last captured graph and prompt.
 """
 
 import argparse
@@ -22,6 +24,8 @@ import numpy as np
 import torch
 from torch.utils import _pytree as pytree
 
+from bench.gpu_peers import PEERS, peer_rates
+from bench.gpu_trace import Idle, trace
 from bench.report import Figure, parser, report
 from purestep.engine import (
     AdapterLoaded,
@@ -29,10 +33,12 @@ from purestep.engine import (
     Program,
     Request,
     SamplingParams,
+    abort,
     deliver,
     init,
     make_program,
     step,
+    step_ahead,
     submit,
     warm_up,
 )
@@ -59,6 +65,8 @@ WORKLOADS = {
     "rows64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8", "adapters32")),
     "rank64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8"), rank=64),
 }
+SHARE = Workload(requests=64, prompt=512, new=32, cases=("base", "adapters8"))  # of W1, for peers
+DRIVERS = {"ahead": step_ahead, "plain": step}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -70,7 +78,9 @@ def arguments() -> argparse.ArgumentParser:
     args = parser(__doc__)
     args.add_argument("--rounds", type=int, default=3)
     args.add_argument("--only", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
-    args.add_argument("--trace", type=Path, metavar="DIR", help="profile decode steps")
+    args.add_argument("--cases", nargs="+", help="those of them alone")
+    args.add_argument("--drivers", nargs="+", choices=[*DRIVERS], default=["ahead"])
+    args.add_argument("--trace", type=Path, metavar="DIR", help="profile some steps")
     args.add_argument("--peers", action="store_true", help="transformers and PEFT beside")
     return args
 
@@ -91,14 +101,32 @@ def measure(args: argparse.Namespace) -> list[Figure]:
     print(f"weights made in {time.perf_counter() - start:.1f} s, floor {notes['weights_floor_ms']}")
     for name in args.only:
         work = WORKLOADS[name]
+        if args.cases:
+            work = replace(work, cases=tuple(case for case in work.cases if case in args.cases))
         if args.smoke:
             work = replace(work, requests=min(4, work.requests), prompt=6, new=min(3, work.new))
         figures += run_workload(args, name, work, model, params, device, notes)
         if device == "cuda":
             torch.cuda.empty_cache()
     if args.peers and device == "cuda":
-        figures += peers(args, notes)
+        figures += beside_peers(args, model, params, notes)
     return figures
+
+
+def beside_peers(
+    args: argparse.Namespace, model: ModelConfig, params: Params, notes: dict[str, Any]
+) -> list[Figure]:
+    work = replace(SHARE, requests=4, prompt=6, new=3) if args.smoke else SHARE
+    figures = run_workload(args, "share", work, model, params, "cuda", notes)
+    torch.cuda.empty_cache()
+    rates = peer_rates(model, work.requests, work.prompt, work.new, work.rank)
+    names = {f"gpu_engine/share/{case}": case for case in rates}
+    return [
+        replace(it, peer=PEERS[names[it.figure]], peer_value=rates[names[it.figure]])
+        if it.figure in names
+        else it
+        for it in figures
+    ]
 
 
 def run_workload(
@@ -124,9 +152,9 @@ def run_workload(
         max_context=context,
         max_rows=work.requests,
         max_batched_tokens=max(work.requests, 8 if args.smoke else 8192),
-        max_active_adapters=most,
-        max_registered_adapters=most,
-        lora_rows=most * work.rank,
+        max_active_adapters=max(1, most),
+        max_registered_adapters=max(1, most),
+        lora_rows=max(1, most) * work.rank,
         prefix_caching=False,
     )
     start = time.perf_counter()
@@ -139,15 +167,21 @@ def run_workload(
     made = time.perf_counter()
     if work.new > 1:
         warm_up(program, state, adapters=sorted({*counts.values()}))
-    state, _, _ = serve(program, state, work, most, 2)  # kernels of prompts
-    captured = time.perf_counter() - made
-    print(f"{name}: pool and adapters {made - start:.1f} s, capture {captured:.1f} s")
-    seconds: dict[str, list[float]] = {case: [] for case in counts}
-    steps: dict[str, list[float]] = {case: [] for case in counts}
-    prefill: dict[str, list[float]] = {case: [] for case in counts}
+    for count in {*counts.values()}:  # kernels of prompts
+        state, _, _ = serve(program, state, work, count, min(2, work.new))
+    begun = time.perf_counter() - start
+    print(f"{name}: pool and adapters {made - start:.1f} s, all that is captured {begun:.1f} s")
+    runs = {
+        case + ("" if driver == "ahead" else f"/{driver}"): (count, driver)
+        for case, count in counts.items()
+        for driver in args.drivers
+    }
+    seconds: dict[str, list[float]] = {case: [] for case in runs}
+    steps: dict[str, list[float]] = {case: [] for case in runs}
+    prefill: dict[str, list[float]] = {case: [] for case in runs}
     for _ in range(args.rounds):
-        for case, count in counts.items():
-            state, total, decode_ms = serve(program, state, work, count, work.new)
+        for case, (count, driver) in runs.items():
+            state, total, decode_ms = serve(program, state, work, count, work.new, driver)
             seconds[case].append(total)
             steps[case] += [median(decode_ms)] if decode_ms else []
             prefill[case].append(total - sum(decode_ms) / 1e3)
@@ -155,8 +189,8 @@ def run_workload(
                 f"{name} {case}: {total:.3f} s, {median(decode_ms or [0]):.3f} ms a step",
                 flush=True,
             )
-    figures = [figure(name, "capture", captured, "s", notes)]
-    for case in counts:
+    figures = [figure(name, "start", begun, "s", notes)]
+    for case in runs:
         noted = notes | {"rank": work.rank, "requests": work.requests}
         if work.new > 1:
             rates = [work.requests * work.new / s for s in seconds[case]]
@@ -166,10 +200,11 @@ def run_workload(
         figures.append(figure(name, f"{case}/prompts", median(rates), "tokens/s", noted))
     if args.trace is not None:
         args.trace.mkdir(parents=True, exist_ok=True)
-        for case, count in counts.items():
-            if work.new > 1:
-                state, idle = trace(program, state, work, count, args.trace / f"{name}-{case}")
-                figures.append(figure(name, f"{case}/idle", idle, "share", notes))
+        for case, (count, driver) in runs.items():
+            to = args.trace / f"{name}-{case.replace('/', '-')}"
+            state, idle = traced(program, state, work, count, driver, to)
+            figures.append(figure(name, f"{case}/idle", idle.between, "share", notes))
+            figures.append(figure(name, f"{case}/gaps", idle.within, "share", notes))
     return figures
 
 
@@ -198,7 +233,12 @@ def requests_of(program: Program, work: Workload, num_adapters: int, new: int) -
 
 
 def serve(
-    program: Program, state: EngineState, work: Workload, num_adapters: int, new: int
+    program: Program,
+    state: EngineState,
+    work: Workload,
+    num_adapters: int,
+    new: int,
+    driver: str = "ahead",
 ) -> tuple[EngineState, float, list[float]]:
     """(state, seconds in all, milliseconds of every step that only decoded)"""
     requests = requests_of(program, work, num_adapters, new)
@@ -207,124 +247,42 @@ def serve(
     for request in requests:
         state = submit(state, request)
     while not state.host.idle:
-        state, outputs = step(program, state)
+        state, outputs = DRIVERS[driver](program, state)
         now = time.perf_counter()
-        if outputs.num_tokens == outputs.num_rows:
+        if outputs.num_tokens == outputs.num_rows > 0:
             decode_ms.append((now - last) * 1e3)
         last = now
     return state, last - start, decode_ms
 
 
-def trace(
-    program: Program, state: EngineState, work: Workload, num_adapters: int, to: Path
-) -> tuple[EngineState, float]:
-    """Profile 20 decode steps; the share of them in which no kernel ran."""
+def traced(
+    program: Program,
+    state: EngineState,
+    work: Workload,
+    num_adapters: int,
+    driver: str,
+    to: Path,
+) -> tuple[EngineState, Idle]:
+    """Profile 20 decode steps, or 4 steps of prompts where nothing is decoded."""
     for request in requests_of(program, work, num_adapters, work.new):
         state = submit(state, request)
-    decoding = 0
-    while decoding < 4:
-        state, outputs = step(program, state)
-        decoding += outputs.num_tokens == outputs.num_rows
-    with torch.profiler.profile(activities=list(torch.profiler.supported_activities())) as profile:
-        for _ in range(min(20, work.new - 8)):
-            state, _ = step(program, state)
-        torch.cuda.synchronize()
+    before = 4 if work.new > 1 else 2
+    while before:
+        state, outputs = DRIVERS[driver](program, state)
+        decoded = outputs.num_tokens == outputs.num_rows > 0
+        before -= decoded if work.new > 1 else 1
+
+    def advance() -> None:
+        nonlocal state
+        state, _ = DRIVERS[driver](program, state)
+
+    idle = trace(advance, min(20, work.new - 8) if work.new > 1 else 4, to)
+    for row in range(work.requests):
+        if str(row) in state.host.requests:
+            state = abort(state, str(row))
     while not state.host.idle:
-        state, _ = step(program, state)
-    kernels = [e for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    spans = sorted((e.time_range.start, e.time_range.end) for e in kernels)
-    busy, end = 0.0, spans[0][0]
-    for first, last in spans:
-        busy += max(0.0, last - max(first, end))
-        end = max(end, last)
-    idle = 1 - busy / (end - spans[0][0])
-    totals: dict[str, list[float]] = {}
-    for event in kernels:
-        totals.setdefault(event.name[:60], []).append(event.time_range.elapsed_us())
-    steps = min(20, work.new - 8)
-    lines = [
-        f"{sum(times) / steps:9.1f} us, {len(times) / steps:.1f} x {median(times):.2f} {name}"
-        for name, times in sorted(totals.items(), key=lambda item: -sum(item[1]))
-    ]
-    text = f"{to.name}: idle {idle:.3f}, step {(end - spans[0][0]) / steps:.0f} us\n"
-    to.with_suffix(".txt").write_text(text + "\n".join(lines) + "\n")
-    print(text + "\n".join(lines[:14]), flush=True)
-    draw(kernels, to)
+        advance()
     return state, idle
-
-
-def draw(kernels: list[Any], to: Path) -> None:
-    """A timeline of two steps' kernels, a lane for each kind of kernel."""
-    try:
-        import matplotlib
-
-        matplotlib.use("Agg")
-        import matplotlib.pyplot as plt
-    except ImportError:
-        print("matplotlib is not installed: no picture")
-        return
-    first = min(e.time_range.start for e in kernels)
-    span = max(e.time_range.end for e in kernels) - first
-    shown = [e for e in kernels if e.time_range.start < first + span / 10]
-    lanes = {name: i for i, name in enumerate(sorted({e.name[:30] for e in shown}))}
-    figure, axes = plt.subplots(figsize=(14, 1 + 0.3 * len(lanes)))
-    for event in shown:
-        start = (event.time_range.start - first) / 1e3
-        axes.broken_barh(
-            [(start, event.time_range.elapsed_us() / 1e3)], (lanes[event.name[:30]] - 0.4, 0.8)
-        )
-    axes.set_yticks(range(len(lanes)), [*lanes], fontsize=7)
-    axes.set_xlabel("ms")
-    figure.tight_layout()
-    figure.savefig(to.with_suffix(".png"), dpi=90)
-    plt.close(figure)
-
-
-def peers(args: argparse.Namespace, notes: dict[str, Any]) -> list[Figure]:
-    """transformers' `generate` on a share of W1: 64 requests x (512 in, 64 out)."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    rows, prompt, new = (2, 6, 3) if args.smoke else (64, 512, 64)
-    shape = tiny_shape() if args.smoke else llama_8b()
-    torch.set_default_dtype(torch.bfloat16)
-    with torch.device("cuda"):
-        model = LlamaForCausalLM(
-            LlamaConfig(
-                hidden_size=shape.hidden_size,
-                intermediate_size=shape.intermediate_size,
-                num_hidden_layers=shape.num_layers,
-                num_attention_heads=shape.num_heads,
-                num_key_value_heads=shape.num_kv_heads,
-                vocab_size=shape.vocab_size,
-                max_position_embeddings=4096,
-            )
-        ).eval()
-    torch.set_default_dtype(torch.float32)
-    ids = torch.randint(3, shape.vocab_size, (rows, prompt), device="cuda")
-    figures = []
-
-    def rate(**options: Any) -> float:
-        rates = []
-        for _ in range(2):
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            with torch.inference_mode():
-                model.generate(
-                    input_ids=ids,
-                    attention_mask=torch.ones_like(ids),
-                    max_new_tokens=new,
-                    min_new_tokens=new,
-                    do_sample=False,
-                    eos_token_id=None,
-                    pad_token_id=0,
-                    **options,
-                )
-            torch.cuda.synchronize()
-            rates.append(rows * new / (time.perf_counter() - start))
-        return rates[-1]
-
-    figures.append(figure("peers", "transformers", rate(), "tokens/s", notes))
-    return figures
 
 
 def copy_rate(device: str, nbytes: int) -> float:

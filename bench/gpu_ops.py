@@ -16,6 +16,7 @@ from torch import Tensor
 
 from bench.report import Figure, parser, report
 from purestep.ops.add_rms_norm import add_rms_norm
+from purestep.ops.gated_mul import gated_mul
 from purestep.ops.lora_linear import (
     CHUNK,
     Deltas,
@@ -26,7 +27,6 @@ from purestep.ops.lora_linear import (
 )
 from purestep.ops.paged_attention import decode_attention
 from purestep.ops.rope_write import rope_write_
-from purestep.ops.silu_mul import silu_mul
 
 LINEARS = {
     "qkv": (4096, (4096, 1024, 1024)),
@@ -117,7 +117,7 @@ def reader_of(
 ) -> Callable[[Tensor, Tensor, Deltas | None], Any]:
     """The product and the kernel that reads it: deltas are added by the one or the other."""
     if len(sizes) == 2:
-        return lambda x, w, d: silu_mul_of(shrunk_linear(x, w, None, d, sizes), dtype)
+        return lambda x, w, d: gated_mul_of(shrunk_linear(x, w, None, d, sizes), dtype)
     if len(sizes) == 1:
         h_TD = torch.zeros(rows, sizes[0], device=device, dtype=dtype)
         return lambda x, w, d: add_rms_norm(h_TD, lora_linear(x, w, None, d), h_TD[0], 1e-5)
@@ -130,8 +130,8 @@ def reader_of(
     )
 
 
-def silu_mul_of(product: tuple[Tensor, Shrunk | None], dtype: torch.dtype) -> Tensor:
-    return silu_mul(product[0], dtype, product[1])
+def gated_mul_of(product: tuple[Tensor, Shrunk | None], dtype: torch.dtype) -> Tensor:
+    return gated_mul(product[0], dtype, shrunk=product[1])
 
 
 def rope_of(product: tuple[Tensor, Shrunk | None], kv: Tensor, args: tuple[Any, ...]) -> Tensor:

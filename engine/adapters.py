@@ -74,6 +74,7 @@ def load_adapter_tensors(
         dtype=getattr(torch, state.config.dtype),
         max_rank=state.config.max_lora_rank,
         name=name,
+        tower=state.config.tower,
         version=version,
         pinned=on_gpu(state.config.device),
     )
@@ -91,24 +92,32 @@ def read(
         max_rank=config.max_lora_rank,
         name=name,
         pinned=on_gpu(config.device),
+        tower=config.tower,
         pause=pause,
     )
 
 
 def register_adapter(state: EngineState, source: str | os.PathLike, *, name: str) -> EngineState:
-    """Make `name` known without reading its files: the first request for it causes the load."""
+    """Make `name` known without reading its files: the first request for it causes the load.
+
+    Raises AdapterError for what is no name, and where `name` is pinned and `source` another one.
+    """
     return _with_ledger(
         state, ledger_of.add_source(state.host.adapters, _checked_name(name), os.fspath(source))
     )
 
 
 def pin_adapter(state: EngineState, name: str) -> EngineState:
-    """Never evict what `name` is bound to now. Raises UnknownAdapterError."""
+    """Never evict what `name` is bound to now.
+
+    Raises UnknownAdapterError where nothing is loaded under that name, AdapterError where all that
+    are pinned would not fit the slots and rows together.
+    """
     return _with_ledger(state, ledger_of.pin(state.host.adapters, name))
 
 
 def unpin_adapter(state: EngineState, name: str) -> EngineState:
-    """Undo `pin_adapter`. Raises UnknownAdapterError."""
+    """Undo `pin_adapter`. Raises UnknownAdapterError where `name` is not pinned."""
     return _with_ledger(state, ledger_of.unpin(state.host.adapters, name))
 
 
@@ -128,7 +137,7 @@ class AdapterStatus:
 
 
 def list_adapters(state: EngineState) -> dict[str, AdapterStatus]:
-    """Every adapter name a request may use, sorted."""
+    """Every adapter name a request may use, sorted. Raises nothing."""
     ledger = state.host.adapters
     return {name: _status(ledger, name) for name in ledger_of.known_names(ledger)}
 
@@ -173,6 +182,7 @@ def deliver(state: EngineState, event: AdapterLoaded | AdapterFailed) -> EngineS
 
     The only way in for what was read in the background, so the order of completion is data. An
     adapter that cannot be registered counts as failed: requests that wait for it end with an error.
+    Raises nothing.
     """
     if event.source not in (None, state.host.adapters.sources.get(event.name)):
         # The name was unloaded, or given another source, which is asked for by the next step.
@@ -194,7 +204,7 @@ def deliver_loaded(state: EngineState, event: AdapterLoaded) -> EngineState:
         state.host.adapters, _checked_name(event.name), info_of(adapter), event.source
     )
     records = {
-        i: bind(state.config, record, adapter.version)
+        i: bind(state.config, ledger, record, adapter.version)
         for i, record in state.host.requests.items()
         if record.loading and record.request.adapter == event.name
     }
@@ -213,7 +223,7 @@ def info_of(adapter: Adapter) -> AdapterInfo:
         rank=adapter.rank,
         nbytes=adapter.nbytes,
         modules=tuple(adapter.modules),
-        linears=tuple(sorted(adapter.arenas)),
+        linears=adapter.linears,
     )
 
 

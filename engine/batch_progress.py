@@ -107,7 +107,7 @@ class Progress:
         )
 
     def figures(self) -> dict[str, Any]:
-        """All that is known, as --metrics writes it."""
+        """All that is known, as --metrics writes it: numbers, and None for a total not counted."""
         seconds = max(time.monotonic() - self.started, 1e-9)
         counts, last = self.counts, self._last
         lines = counts.done + counts.failed

@@ -3,10 +3,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-from purestep.models.config import ModelConfig
+from purestep.models.config import FusedLinear, ModelConfig
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.engine import HostState, empty_host
 from purestep.state.errors import ConfigError
+from purestep.state.media import MODALITIES
 from purestep.state.plan import BatchDescriptor
 from purestep.state.request import Request, RequestState
 from purestep.state.text import TokenTable
@@ -44,12 +45,17 @@ class Config:
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
+    # (modality, adapter): whose requests with such media get that adapter if they name none
+    default_adapters: tuple[tuple[str, str], ...] = ()
+    lora_tower: bool = False  # memory for adapters on the tower and its projector too
+    tower: tuple[FusedLinear, ...] = ()  # their linears, with those never run; follows from vision
     vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
     image_limit: int = 0  # images in one prompt; 0 where there is no tower, or none is loaded
     max_encoder_tokens: int = 0  # embeddings that encoders make in one step; 0 = no media
     encoder_cache_tokens: int = 0  # embeddings kept between steps; 0 = each step encodes anew
     disable_chunked_mm_input: bool = False  # a step computes a media item whole or not at all
     bidirectional: bool = False  # rows of a media item that stand side by side see each other
+    deepstack: int = 0  # decoder layers behind which rows of media are added, too
     mrope_merge: int = 0  # patches a side of a token, where media are placed by grids; 0 = they
     # are not, and positions are places in the sequence
 
@@ -61,9 +67,15 @@ class Config:
         return f"{self.weights}/{self.dtype}{factors}"
 
     @property
+    def encoder_width(self) -> int:
+        """Numbers of one embedding of an encoder: the hidden size, and once more for each layer of
+        `deepstack`."""
+        return self.model.hidden_size * (1 + self.deepstack)
+
+    @property
     def encoder_row_bytes(self) -> int:
-        """Bytes of one embedding."""
-        return self.model.hidden_size * _ITEMSIZE[self.dtype]
+        """Bytes of one embedding of an encoder."""
+        return self.encoder_width * _ITEMSIZE[self.dtype]
 
 
 def check_config(config: Config) -> Config:
@@ -107,6 +119,13 @@ def check_config(config: Config) -> Config:
             f"image_limit={config.image_limit} must be at least 1 with a vision tower, which this "
             f"program {'has' if config.vision is not None else 'lacks'}, and 0 without"
         )
+    for modality, name in config.default_adapters:
+        if modality not in MODALITIES:
+            raise ConfigError(
+                f"default_adapters: {modality!r} is no modality, which are {', '.join(MODALITIES)}"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"default_adapters: {modality!r} needs an adapter's name: {name!r}")
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
     if config.max_encoder_tokens < 0 or config.encoder_cache_tokens < 0 or config.mrope_merge < 0:
@@ -114,6 +133,11 @@ def check_config(config: Config) -> Config:
             f"max_encoder_tokens={config.max_encoder_tokens}, "
             f"encoder_cache_tokens={config.encoder_cache_tokens} and "
             f"mrope_merge={config.mrope_merge} must be at least 0"
+        )
+    if not 0 <= config.deepstack < config.model.num_layers:
+        raise ConfigError(
+            f"deepstack={config.deepstack} must be less than the decoder's "
+            f"{config.model.num_layers} layers"
         )
     if config.bidirectional and not config.disable_chunked_mm_input:
         raise ConfigError(

@@ -52,7 +52,8 @@ def dry_program(path: str | os.PathLike, **options: Any) -> Program:
 def dry_step(
     program: Program, state: EngineState, policy: Policy = fcfs
 ) -> tuple[EngineState, Outputs]:
-    """`step`, but the tokens are made up; nothing reads or writes the state's memory."""
+    """`step`, but the tokens are made up; nothing reads or writes the state's memory. Raises
+    PolicyError as it does."""
     if state.host.idle:
         return state, idle_outputs(state.host)
     host, plan = schedule(state.config, state.host, policy)

@@ -21,7 +21,8 @@ def take_embeds(config: Config, request: Request) -> tuple[Request, Tensor]:
     for each. Raises RequestError for another shape than [n, hidden size], for what is no dense
     array of floats with memory behind it, and for values that are not finite.
     """
-    rows = checked_rows(config, request.prompt_embeds, f"request {request.id!r}: prompt_embeds")
+    what = f"request {request.id!r}: prompt_embeds"
+    rows = checked_rows(config, request.prompt_embeds, config.model.hidden_size, what)
     if num_given(request.tokens) == 0:
         request = replace(request, tokens=np.full(len(rows), -1))
     return replace(request, prompt_embeds=embeds_name(config, rows)), rows
@@ -42,12 +43,11 @@ def check_places(request: Request, rows: Tensor) -> None:
         )
 
 
-def checked_rows(config: Config, given: Any, what: str) -> Tensor:
-    """A copy of embeddings [n, hidden size] on the host, in the engine's number format.
+def checked_rows(config: Config, given: Any, D: int, what: str) -> Tensor:
+    """A copy of embeddings [n, D] on the host, in the engine's number format.
 
     Raises RequestError that begins with `what`.
     """
-    D = config.model.hidden_size
     if not isinstance(given, Tensor | np.ndarray):
         raise RequestError(f"{what} must be a tensor or array, got {type(given)}")
     if isinstance(given, Tensor):

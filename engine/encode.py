@@ -11,7 +11,9 @@ import torch
 from torch import Tensor
 
 from purestep.engine.media import EMBEDS
+from purestep.engine.pool import Pool
 from purestep.engine.program import Program
+from purestep.models.tower_rows import ItemAdapters
 from purestep.state.errors import StepError
 from purestep.state.plan import EncodedItem, MergedSpan, StepPlan
 
@@ -19,13 +21,15 @@ Outputs = dict[str, Tensor]
 """identifier -> [E, D] on the device, each with memory of its own."""
 
 
-def encoded_outputs(program: Program, plan: StepPlan, blobs: Mapping[str, Any]) -> Outputs:
-    """What the plan's items are encoded to. Raises StepError."""
-    return _encoded(program, plan.encodes, blobs) if plan.encodes else {}
+def encoded_outputs(
+    program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any]
+) -> Outputs:
+    """What the plan's items are encoded to, each by its own adapter. Raises StepError."""
+    return _encoded(program, pool, plan, plan.encodes, blobs) if plan.encodes else {}
 
 
 def merged_rows(
-    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Outputs
+    program: Program, pool: Pool, plan: StepPlan, blobs: Mapping[str, Any], outputs: Outputs
 ) -> list[tuple[np.ndarray, Tensor]]:
     """(places among the plan's tokens, rows) for each of its merges.
 
@@ -34,7 +38,7 @@ def merged_rows(
     lost = {span.identifier: span for span in plan.merges if span.identifier not in outputs}
     if lost:
         again = [_item_of(span, plan.merges) for span in lost.values()]
-        outputs = outputs | _encoded(program, again, blobs)
+        outputs = outputs | _encoded(program, pool, plan, again, blobs)
     return [
         (span.index_E, outputs[span.identifier][span.first_row :][: len(span.index_E)])
         for span in plan.merges
@@ -48,13 +52,19 @@ def _item_of(span: MergedSpan, merges: Sequence[MergedSpan]) -> EncodedItem:
         identifier=span.identifier,
         blob=span.blob,
         modality=span.modality,
-        version=None,
+        version=span.version,
         num_embeds=max(s.first_row + len(s.index_E) for s in mine),
         keep=False,
     )
 
 
-def _encoded(program: Program, items: Sequence[EncodedItem], blobs: Mapping[str, Any]) -> Outputs:
+def _encoded(
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    items: Sequence[EncodedItem],
+    blobs: Mapping[str, Any],
+) -> Outputs:
     """One output an item; those that need a tower go through it together."""
     outputs = {item.identifier: blobs[item.blob].get(EMBEDS) for item in items}
     towers = [item for item in items if outputs[item.identifier] is None]
@@ -63,15 +73,35 @@ def _encoded(program: Program, items: Sequence[EncodedItem], blobs: Mapping[str,
         if vision is None:
             raise StepError(f"item {towers[0].identifier!r}: the program has no encoder for it")
         data = [blobs[item.blob] for item in towers]
-        rows = vision.family.encode(vision.params, vision.config, data)
+        adapters = _adapters(pool, plan, towers)
+        if adapters is None:
+            rows = vision.family.encode(vision.params, vision.config, data)
+        else:
+            rows = vision.family.encode(vision.params, vision.config, data, adapters)
         outputs |= {item.identifier: own for item, own in zip(towers, rows, strict=True)}
     return {item.identifier: _checked(program, item, outputs[item.identifier]) for item in items}
+
+
+def _adapters(pool: Pool, plan: StepPlan, items: Sequence[EncodedItem]) -> ItemAdapters | None:
+    """Whose rows each item of a call has on the tower; None where none has any."""
+    places = {place.version: place for place in plan.residents}
+    versions = list(dict.fromkeys(item.version for item in items if item.version is not None))
+    if not versions:
+        return None
+    if missing := [version for version in versions if version not in places]:
+        raise StepError(f"adapter {missing[0]!r} of an item is none of step {plan.step}'s")
+    return ItemAdapters(
+        rows=pool.tower,
+        places=tuple((places[v].slot, places[v].row_blocks) for v in versions),
+        slots=tuple(-1 if i.version is None else places[i.version].slot for i in items),
+        device=pool.config.device,
+    )
 
 
 def _checked(program: Program, item: EncodedItem, rows_ED: Tensor) -> Tensor:
     """The rows on the device, in memory of their own: a view of a batch would keep all of it for
     one of its items."""
-    D = program.config.model.hidden_size
+    D = program.config.encoder_width
     if rows_ED.dim() != 2 or len(rows_ED) < item.num_embeds or rows_ED.shape[1] != D:
         raise StepError(
             f"item {item.identifier!r}: {item.num_embeds} embeddings of {D} are wanted, its "

@@ -167,7 +167,7 @@ class Encoding:
         """What a request would do about its items; nothing changes."""
         spent = sum(item.num_embeds for item, _ in self._encodes.values())
         return plan_encoder(
-            record.request.features,
+            record.features,
             start,
             count,
             ledger=self.ledger,
@@ -184,14 +184,14 @@ class Encoding:
         self._note(choice)
         if not choice.count:  # nothing was chosen either
             return 0
-        key, features = record.key, record.request.features
+        key, features = record.key, record.features
         for i in (*choice.encode, *choice.passing, *choice.found, *choice.shared):
             keep = i in choice.encode
             name = features[i].identifier
             if keep or i in choice.passing:
                 item, serves = self._encodes.get(name, (None, frozenset()))
                 if item is None:
-                    item = _encoded_item(features[i], keep)
+                    item = _encoded_item(record, features[i], keep)
                 elif keep:
                     item = replace(item, keep=True)
                 self._encodes[name] = (item, serves)
@@ -235,12 +235,12 @@ class Encoding:
         return ledger, drops, tuple(item for item, _ in self._encodes.values())
 
 
-def _encoded_item(feature: Feature, keep: bool) -> EncodedItem:
+def _encoded_item(record: RequestState, feature: Feature, keep: bool) -> EncodedItem:
     return EncodedItem(
         identifier=feature.identifier,
         blob=feature.digest,
         modality=feature.modality,
-        version=None,
+        version=record.encoder_version,
         num_embeds=feature.num_embeds,
         keep=keep,
     )
@@ -250,7 +250,7 @@ def holds_of(record: RequestState, before: int | None = None) -> list[tuple[str,
     """All references that a request may have, or those to items that end at `before` the latest."""
     return [
         (feature.identifier, (record.key, i))
-        for i, feature in enumerate(record.request.features)
+        for i, feature in enumerate(record.features)
         if before is None or feature.end <= before
     ]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 
 from purestep.engine.config import Config
 from purestep.engine.encode import encoded_outputs, merged_rows
@@ -118,10 +119,10 @@ def _queued(
         pool.graphs.ahead = None  # it belongs to the step before
     for identifier in plan.drops:
         pool.encoded.pop(identifier, None)
-    with torch.inference_mode():
-        outputs = encoded_outputs(program, plan, blobs)
     for place in plan.uploads:
         upload_adapter_(pool, place, blobs[place.version])
+    with torch.inference_mode():
+        outputs = encoded_outputs(program, pool, plan, blobs)
     for source, target in plan.copies:  # one by one: a later copy may read what an earlier wrote
         copy_blocks_(pool, pool, [source], [target])
     if not plan.row_ids:
@@ -131,7 +132,7 @@ def _queued(
             raw_RV = replay(program, pool, plan, drawn_S)
             return _sampled(program, device, plan, raw_RV, [], [])
         seen: Seen = [[] for _ in plan.hidden]
-        embeds = _embeds(program, plan, blobs, pool.encoded | outputs)
+        embeds = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
@@ -198,7 +199,7 @@ def _forward(
     fused = program.fused
     batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
     if drawn_S is not None:
-        gather_(batch.token_T, plan, drawn_S)
+        gather_(batch.token_T, plan, drawn_S, graphs_of(pool).gathering)
     if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
@@ -254,9 +255,14 @@ def _hidden_arrays(config: Config, plan: StepPlan, seen: Seen) -> tuple[np.ndarr
 
 
 def _embeds(
-    program: Program, plan: StepPlan, blobs: Mapping[str, Any], outputs: Mapping[str, torch.Tensor]
+    program: Program,
+    pool: Pool,
+    plan: StepPlan,
+    blobs: Mapping[str, Any],
+    outputs: Mapping[str, torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(index_E, rows_ED): which token rows enter as embeddings, and those."""
+    """(index_E, rows): which token rows enter as embeddings, and those. A prompt's own embeddings
+    have nothing for deeper layers."""
     if not (plan.embedded or plan.merges):
         return None
     device = program.config.device
@@ -264,7 +270,10 @@ def _embeds(
         sent_tensor(blobs[s.blob][s.first_row : s.first_row + len(s.index_E)], device)
         for s in plan.embedded
     ]
-    merged = merged_rows(program, plan, blobs, outputs)
+    merged = merged_rows(program, pool, plan, blobs, outputs)
     index_E = np.concatenate([s.index_E for s in plan.embedded] + [index for index, _ in merged])
     index = sent({"E": index_E.astype(np.int64)}, device)
-    return index["E"], torch.cat(rows + [own for _, own in merged])
+    rows += [own for _, own in merged]
+    width = max(own.shape[1] for own in rows)
+    padded = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for r in rows]
+    return index["E"], torch.cat(padded)

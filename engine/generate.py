@@ -12,7 +12,7 @@ from purestep.engine.adapters import deliver, register_adapter
 from purestep.engine.loader import Loader, Resolver
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.program import Program, init
-from purestep.engine.requests import submit
+from purestep.engine.requests import submit, with_default_adapter
 from purestep.engine.step import step
 from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
@@ -46,6 +46,10 @@ def generate(
     unaffected. `on_step` sees every step's outputs; `progress` shows a bar. `advance` takes a
     step: `step`, `step_ahead`, which plans while the device computes and has not been run on a GPU
     yet, or `dry_step`, which asks no model.
+
+    Raises, once it is asked for the first completion, ConfigError for a window below 1 and
+    AdapterError for what is no adapter's name; later whatever `requests` or `on_step` raise,
+    TypeError for an element that is no Request, and what `step` raises.
     """
     state = init(program)
     for name, source in (adapters or {}).items():
@@ -78,10 +82,11 @@ class _Driver:
         try:
             return submit(state, request)
         except UnknownAdapterError:
-            source = None if self.resolver is None else self.resolver(request.adapter)
+            name = with_default_adapter(self.program.config, request).adapter
+            source = None if self.resolver is None else self.resolver(name)
             if source is None:
                 raise
-            return submit(register_adapter(state, source, name=request.adapter), request)
+            return submit(register_adapter(state, source, name=name), request)
 
 
 def _drive(

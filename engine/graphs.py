@@ -51,7 +51,8 @@ class Graphs:
     # What was enqueued before it was asked for (engine/ahead.py), with the tokens that it has
     # taken, and on whose weights.
     ahead: tuple[Program, StepPlan] | None = None
-    staging: Staging = field(default_factory=Staging)
+    staging: Staging = field(default_factory=Staging)  # of what a step is told
+    gathering: Staging = field(default_factory=Staging)  # of where its ids come from
 
 
 def graphs_of(pool: Pool) -> Graphs:
@@ -106,7 +107,7 @@ def enqueue(
     if token_S is not None:
         graph.batch.token_T[: len(token_S)].copy_(token_S)
     if drawn_S is not None:
-        gather_(graph.batch.token_T, plan, drawn_S)
+        gather_(graph.batch.token_T, plan, drawn_S, graphs.gathering)
     graph.replay()
 
 

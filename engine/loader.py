@@ -21,7 +21,8 @@ Resolver = Callable[[str], str | None]
 def folder_resolver(root: str | os.PathLike) -> Resolver:
     """Finds the adapter called `name` in the folder `root/name`, which holds a PEFT adapter.
 
-    Names that lead out of `root`, also over a link, are not known.
+    Names that lead out of `root`, also over a link, are not known. Raises nothing, nor does what it
+    returns.
     """
     top = Path(root).expanduser().resolve()
 
@@ -77,11 +78,14 @@ class Loader:
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     def ask(self, loads: Iterable[tuple[str, str]]) -> None:
-        """Start the loads a plan asks for."""
+        """Start the loads a plan asks for, (name, source) each."""
         self._pending += [self._threads.submit(self._load, name, src) for name, src in loads]
 
     def events(self, block: bool) -> list[AdapterLoaded | AdapterFailed]:
-        """What has come back since the last call; with `block`, waits for at least one."""
+        """What has come back since the last call; with `block`, waits for at least one.
+
+        A load that failed is an event; whatever a bug raises in one is raised here.
+        """
         if block and self._pending:
             self._awaited.set()
             wait(self._pending, return_when=FIRST_COMPLETED)

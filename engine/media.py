@@ -21,7 +21,7 @@ from purestep.state.plan import MergedSpan
 from purestep.state.request import Request, RequestState
 from purestep.state.scores import locked
 
-EMBEDS = "embeds"  # the one tensor [E, hidden size] of an item that needs no encoder
+EMBEDS = "embeds"  # the one tensor [E, encoder_width] of an item that needs no encoder
 
 
 def take_media(
@@ -51,7 +51,7 @@ def take_media(
         if not named or not all(isinstance(value, Tensor) for value in data.values()):
             raise RequestError(f"{who}: item {i}: data must be a mapping from names to tensors")
         if EMBEDS in data:
-            _check_embeds(data[EMBEDS], feature, config.model.hidden_size, f"{who}: item {i}")
+            _check_embeds(data[EMBEDS], feature, config.encoder_width, f"{who}: item {i}")
         if feature.digest not in blobs:
             found[feature.digest] = Map(data)
     bare = tuple(replace(feature, data=None) for feature in features)
@@ -120,7 +120,8 @@ def merged_spans(
         return ()
     spans, first_R = [], np.cumsum(count_R) - count_R
     for row in np.flatnonzero(inside_R).tolist():
-        features = requests[rows.ids[row]].request.features
+        record = requests[rows.ids[row]]
+        features = record.features
         window = int(rows.num_computed_R[row]), int(count_R[row]), int(first_R[row])
         for i, first_row, index_E in gather_plan(features, *window):
             spans.append(
@@ -130,6 +131,7 @@ def merged_spans(
                     modality=features[i].modality,
                     first_row=first_row,
                     index_E=index_E,
+                    version=record.encoder_version,
                 )
             )
     return tuple(spans)

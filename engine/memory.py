@@ -7,13 +7,21 @@ even parts, and where there are fewer key/value heads than cards each card holds
 itself runs on one card.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from purestep.engine.config import Config
 from purestep.engine.platform import available_bytes
-from purestep.models.config import FusedLinear, ModelConfig, fused_linears, vocab_linears
+from purestep.engine.sampling import SCORE_CHUNK
+from purestep.models.config import (
+    TOWER,
+    FusedLinear,
+    ModelConfig,
+    fused_linears,
+    vocab_linears,
+)
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.errors import ConfigError
 
@@ -109,11 +117,24 @@ def vocab_rows_bytes(config: Config) -> int:
     return vocab_slot_bytes(config.model, config.lora_rows, itemsize_of(config.dtype))
 
 
+def tower_slot_bytes(tower: Sequence[FusedLinear], rank: int, itemsize: int) -> int:
+    """Bytes of one adapter of this rank on all linears of a tower; every card holds all."""
+    run = [linear for linear in tower if linear.parent == TOWER]
+    widths = (len(x.out_sizes) * x.in_features + x.out_features for x in run)
+    return rank * itemsize * sum(widths)
+
+
+def tower_rows_bytes(config: Config) -> int:
+    """Bytes of the adapter rows of the tower, which `lora_tower` asks for."""
+    return tower_slot_bytes(config.tower, config.lora_rows, itemsize_of(config.dtype))
+
+
 def rows_bytes(config: Config) -> int:
     """Bytes of all adapter rows."""
     itemsize = itemsize_of(config.dtype)
     vocab = vocab_rows_bytes(config) if config.lora_vocab else 0
-    return slot_bytes(config.model, config.lora_rows, itemsize) + vocab
+    tower = tower_rows_bytes(config) if config.lora_tower else 0
+    return slot_bytes(config.model, config.lora_rows, itemsize) + vocab + tower
 
 
 def pool_bytes(config: Config, num_blocks: int) -> int:
@@ -121,9 +142,12 @@ def pool_bytes(config: Config, num_blocks: int) -> int:
     return num_blocks * kv_block_bytes(config) + rows_bytes(config)
 
 
-def rows_that_fit(model: ModelConfig, nbytes: int, itemsize: int, vocab: bool) -> int:
-    """How many adapter rows, in whole blocks, `nbytes` hold. Raises ConfigError for none."""
-    block = slot_bytes(model, ROW_BLOCK, itemsize)
+def rows_that_fit(
+    model: ModelConfig, nbytes: int, itemsize: int, vocab: bool, tower: Sequence[FusedLinear] = ()
+) -> int:
+    """How many adapter rows, in whole blocks, `nbytes` hold; `tower` are the linears of a tower
+    that have rows, too. Raises ConfigError for none."""
+    block = slot_bytes(model, ROW_BLOCK, itemsize) + tower_slot_bytes(tower, ROW_BLOCK, itemsize)
     block += vocab_slot_bytes(model, ROW_BLOCK, itemsize) if vocab else 0
     if nbytes < block:
         raise ConfigError(
@@ -132,9 +156,11 @@ def rows_that_fit(model: ModelConfig, nbytes: int, itemsize: int, vocab: bool) -
     return nbytes // block * ROW_BLOCK
 
 
-def encoder_output_bytes(model: ModelConfig, num_embeds: int, itemsize: int) -> int:
-    """Bytes of one media item's encoder output."""
-    return num_embeds * model.hidden_size * itemsize
+def encoder_output_bytes(
+    model: ModelConfig, num_embeds: int, itemsize: int, deepstack: int = 0
+) -> int:
+    """Bytes of one media item's encoder output, whose rows are for `deepstack` layers, too."""
+    return num_embeds * (1 + deepstack) * model.hidden_size * itemsize
 
 
 def encoder_cache_bytes(config: Config) -> int:
@@ -149,6 +175,12 @@ def activation_bytes(
     widths = 4 * model.hidden_size + (4 * model.intermediate_size + 2 * model.q_size) // tp
     logits = 5 if vocab else 3  # two more for what a head's adapters add
     return 4 * (num_tokens * widths + logits * num_rows * model.vocab_size)
+
+
+def step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, vocab: bool, tp: int = 1) -> int:
+    """Of the largest step, whose rows are sampled while prompt tokens of others are scored, a chunk
+    of them at a time."""
+    return activation_bytes(model, num_tokens, num_rows + SCORE_CHUNK, vocab, tp)
 
 
 def graph_bytes(model: ModelConfig, num_rows: int, vocab: bool, tp: int = 1) -> int:
@@ -194,7 +226,7 @@ def _automatic_bytes(config: Config, encoder_bytes: int) -> int:
 def reserve_bytes(config: Config) -> int:
     """What a step and the graphs may take beside weights and pool."""
     model, vocab = config.model, config.lora_vocab
-    step = activation_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
+    step = step_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
     return step + graph_bytes(model, max(config.row_buckets, default=0), vocab)
 
 
@@ -204,7 +236,10 @@ def memory_summary(config: Config) -> str:
     vocab = vocab_rows_bytes(config) if config.lora_vocab else 0
     media = encoder_cache_bytes(config)
     images = f"; encoder outputs: {media / 2**20:.0f} MiB" if media else ""
-    shared = f" ({vocab / 2**20:.0f} of it for embed_tokens and lm_head)" if vocab else ""
+    tower = tower_rows_bytes(config) if config.lora_tower else 0
+    parts = [(vocab, "embed_tokens and lm_head"), (tower, "the tower")]
+    named = [f"{size / 2**20:.0f} of it for {what}" for size, what in parts if size]
+    shared = f" ({', '.join(named)})" if named else ""
     return (
         f"KV pool: {config.num_blocks} blocks of {config.block_size} tokens, {kv / 2**20:.0f} MiB; "
         f"adapters: {config.lora_rows} rows for {config.max_active_adapters}, "

@@ -17,6 +17,7 @@ from purestep.engine.pool import row_index
 from purestep.engine.upload import Arrays, Fields, Spots, fill_, layout, sent
 from purestep.ops.lora_add import chunk_spans
 from purestep.ops.lora_linear import CHUNK, num_tiles, tile_size
+from purestep.ops.lora_tiles import tile_arrays
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
@@ -61,15 +62,19 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     }
 
 
-def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
-    """Put the ids that the step before drew where the plan wants them, on the device."""
+def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor, staging: "Staging") -> None:
+    """Put the ids that the step before drew where the plan wants them, on the device; does not
+    wait."""
     place_N = np.flatnonzero(plan.gathered_T >= 0)
     from_N, N = plan.gathered_T[place_N], len(place_N)
     if place_N[-1] == N - 1 and (np.diff(from_N) == 1).all():  # as in most decode steps
         token_T[:N].copy_(drawn_S[int(from_N[0]) :][:N])
         return
-    index = sent({"to": place_N, "from": from_N.astype(np.int64)}, token_T.device)
-    token_T[index["to"]] = drawn_S[index["from"]].to(token_T.dtype)
+    arrays = {"place_N": place_N.astype(np.int64), "from_N": from_N.astype(np.int64)}
+    spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
+    index = _tensors(staging.send(arrays, None, str(token_T.device)), spots)
+    ids_N = drawn_S.index_select(0, index["from_N"]).to(token_T.dtype)
+    token_T.index_copy_(0, index["place_N"], ids_N)
 
 
 def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
@@ -159,32 +164,10 @@ def _pack_embed(
 def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
     """The fields of a LoraTiles; sizes depend on the descriptor and on the pool alone."""
     fields = lora_tile_fields(config, plan.descriptor)
-    (X1, _), (X, size) = fields["span_X2"][0], fields["token_XI"][0]
-    # An adapter takes whole chunks; its slot leads to them.
-    row_CB = np.full((fields["row_E"][0][0] // ROW_BLOCK, ROW_BLOCK), -1, np.int32)
-    span_S2 = np.zeros((config.max_active_adapters + 1, 2), np.int32)
-    per_chunk, used = CHUNK // ROW_BLOCK, 0
-    for place in plan.residents:
-        first, blocks = used * per_chunk, np.array(place.row_blocks, np.int32)
-        row_CB[first : first + len(blocks)] = blocks[:, None] * ROW_BLOCK + np.arange(ROW_BLOCK)
-        span_S2[place.slot] = used, used + -(-len(blocks) // per_chunk)
-        used = span_S2[place.slot, 1]
-    # Tokens by slot, those without an adapter first; each group takes whole tiles.
+    (entries,), (X, size) = fields["row_E"][0], fields["token_XI"][0]
+    places = [(place.slot, place.row_blocks) for place in plan.residents]
     slot_T = _padded(slots(plan), plan.descriptor.num_tokens, -1)
-    order_T = np.argsort(slot_T, kind="stable")
-    group_G, first_G, count_G = np.unique(slot_T[order_T], return_index=True, return_counts=True)
-    tiles_G = -(-count_G // size)
-    start_G = (np.cumsum(tiles_G) - tiles_G) * size
-    token_XI = np.full(X * size, -1, np.int32)
-    token_XI[np.arange(len(slot_T)) + np.repeat(start_G - first_G, count_G)] = order_T
-    span_X2 = np.zeros((X1, 2), np.int32)
-    span_X2[0] = 0, used
-    span_X2[1 : 1 + tiles_G.sum()] = np.repeat(span_S2[group_G], tiles_G, axis=0)
-    return {
-        "row_E": row_CB.reshape(-1),
-        "span_X2": span_X2,
-        "token_XI": token_XI.reshape(X, size),
-    }
+    return tile_arrays(places, slot_T, entries // CHUNK, X, size)
 
 
 def lora_tile_fields(config: Config, shape: BatchDescriptor) -> Fields:
@@ -229,14 +212,19 @@ class Staging:
 
 def views(buffer: Tensor, spots: Spots) -> Batch:
     """A Batch over the bytes of a buffer."""
+    tensors = _tensors(buffer, spots)
+    names = ("row_E", "span_X2", "token_XI")
+    lora = {name: tensors.pop(name) for name in names if name in tensors}
+    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
+
+
+def _tensors(buffer: Tensor, spots: Spots) -> dict[str, Tensor]:
     tensors = {}
     for name, (start, shape, dtype) in spots.items():
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    names = ("row_E", "span_X2", "token_XI")
-    lora = {name: tensors.pop(name) for name in names if name in tensors}
-    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
+    return tensors
 
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:

@@ -16,15 +16,17 @@ class Order:
 
 
 Policy = Callable[[HostState], Order]
+"""Pure, from a host state to the order in which its rows and its waiting requests are served: each
+one just once, else the step raises PolicyError and changes nothing."""
 
 
 def fcfs(host: HostState) -> Order:
-    """First come, first served."""
+    """First come, first served. Raises nothing."""
     return Order(running=host.rows.ids, waiting=host.waiting)
 
 
 def by_priority(host: HostState) -> Order:
-    """The smallest (priority, arrival) first; the largest is preempted first."""
+    """The smallest (priority, arrival) first; the largest is preempted first. Raises nothing."""
 
     def rank(key: str) -> tuple[int, int]:
         record = host.requests[key]

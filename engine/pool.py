@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from purestep.engine.config import Config
-from purestep.engine.memory import vocab_rows_bytes
+from purestep.engine.memory import tower_rows_bytes, vocab_rows_bytes
 from purestep.engine.pending import Ring, check_sound
 from purestep.engine.upload import landed, sent
 from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
-from purestep.models.config import fused_linears
+from purestep.models.config import TOWER, fused_linears
 from purestep.models.decoder import AdapterRows, EmbedRows, LayerAdapters
+from purestep.models.tower_rows import TowerRows
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.engine import DeviceState
 from purestep.state.errors import AdapterError, DonatedStateError, TornStateError
@@ -41,6 +42,7 @@ class Pool:
     layers: tuple[LayerAdapters, ...]  # views of the two, one a layer
     embed: EmbedRows | None  # None where config.lora_vocab is off, as the head's
     head: AdapterRows | None
+    tower: dict[str, TowerRows]  # by linear; empty where config.lora_tower is off
     encoded: dict[str, Tensor] = field(default_factory=dict)  # outputs by identifier, [E, D]
     generation: int = 0
     consumer: str = ""  # what made the present generation
@@ -51,6 +53,12 @@ class Pool:
 
 def check_linears(config: Config, adapter: Adapter, label: str) -> None:
     """Raises AdapterError where the pool has no rows for a linear that the adapter touches."""
+    if not config.lora_tower and "tower" in adapter.linears:
+        raise AdapterError(
+            f"{label} adapts the vision tower or its projector, but lora_tower=False: with "
+            f"lora_tower=True the pool takes {tower_rows_bytes(config) / 2**20:.0f} MiB more for "
+            "such adapters"
+        )
     if not config.lora_vocab and {"embed", "head"} & adapter.arenas.keys():
         modules = [module for module in adapter.modules if module in (EMBED, HEAD)]
         raise AdapterError(
@@ -74,7 +82,30 @@ def allocate_pool(config: Config) -> Pool:
     )
     kv = tuple(_zeros(config, *pages) for _ in range(L))
     embed, head = _vocab_rows(config) if config.lora_vocab else (None, None)
-    return Pool(config=config, kv=kv, a_LSPD=a, b_LPO=b, layers=layers, embed=embed, head=head)
+    return Pool(
+        config=config,
+        kv=kv,
+        a_LSPD=a,
+        b_LPO=b,
+        layers=layers,
+        embed=embed,
+        head=head,
+        tower=tower_rows(config) if config.lora_tower else {},
+    )
+
+
+def tower_rows(config: Config) -> dict[str, TowerRows]:
+    """Rows of zeros for adapters on a tower, by linear."""
+    P = config.lora_rows
+    return {
+        linear.name: TowerRows(
+            a_SPD=_zeros(config, len(linear.out_sizes), P, linear.in_features),
+            b_PO=_zeros(config, P, linear.out_features),
+            out_sizes=linear.out_sizes,
+        )
+        for linear in config.tower
+        if linear.parent == TOWER
+    }
 
 
 def _vocab_rows(config: Config) -> tuple[EmbedRows, AdapterRows]:
@@ -146,7 +177,7 @@ def row_index(place: Residence) -> np.ndarray:
 
 def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
     """Write an adapter's rows. Linears of layers that it does not touch get zeros, so that no
-    residue is left; an embedding or a head that it does not touch is never read for it.
+    residue is left; an embedding, a head or a tower that it does not touch is never read for it.
 
     On a GPU nothing waits but the work that is queued behind this.
     """
@@ -160,6 +191,13 @@ def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
     if (arena := arenas.get("head")) is not None:
         pool.head.a_SPD.index_copy_(1, rows, arena.a_LSRD[0])
         pool.head.b_PO.index_copy_(0, rows, arena.b_LRO[0])
+    for name, own in pool.tower.items() if "tower" in place.linears else ():
+        if (arena := arenas.get(name)) is None:
+            own.a_SPD.index_fill_(1, rows, 0)
+            own.b_PO.index_fill_(0, rows, 0)
+        else:
+            own.a_SPD.index_copy_(1, rows, arena.a_LSRD[0])
+            own.b_PO.index_copy_(0, rows, arena.b_LRO[0])
     for name in pool.a_LSPD:
         arena = arenas.get(name)
         if arena is None:
@@ -183,6 +221,9 @@ def copy_adapter_(source: Pool, target: Pool, place: Residence) -> None:
     if "head" in place.linears:
         target.head.a_SPD[:, rows] = source.head.a_SPD[:, rows]
         target.head.b_PO[rows] = source.head.b_PO[rows]
+    for name in source.tower if "tower" in place.linears else ():
+        target.tower[name].a_SPD[:, rows] = source.tower[name].a_SPD[:, rows]
+        target.tower[name].b_PO[rows] = source.tower[name].b_PO[rows]
 
 
 def copy_blocks_(source: Pool, target: Pool, from_blocks: list[int], to_blocks: list[int]) -> None:

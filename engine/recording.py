@@ -43,8 +43,9 @@ from purestep.state.errors import SnapshotError
 from purestep.state.plan import StepResult
 from purestep.state.request import Request
 
-FORMAT = "purestep/recording/3"
-ELSEWHERE = ("device", "compile")  # of a config: where it ran, which changes no host state
+FORMAT = "purestep/recording/4"
+# Of a config: where it ran, which changes no host state, and what follows from other fields.
+ELSEWHERE = ("device", "compile", "tower")
 T = TypeVar("T")
 Event = tuple[Any, ...]  # its kind, then what that needs
 

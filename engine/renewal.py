@@ -6,6 +6,7 @@ from purestep.engine.config import Config
 from purestep.engine.program import Program
 from purestep.engine.requests import bind
 from purestep.models.decoder import Params
+from purestep.state.adapters import AdapterLedger
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import dropped
 from purestep.state.engine import (
@@ -68,7 +69,8 @@ def adopt_weights(state: EngineState, weights: str) -> EngineState:
 
 def _recomputed(config: Config, host: HostState) -> HostState:
     """All rows back in front of the queue, all digests made anew."""
-    records = {key: _rebound(config, progress(host, key)) for key in host.requests}
+    ledger = host.adapters
+    records = {key: _rebound(config, ledger, progress(host, key)) for key in host.requests}
     draft = BlockDraft(host.blocks)
     for table in host.rows.tables:
         draft.release(table)
@@ -83,10 +85,10 @@ def _recomputed(config: Config, host: HostState) -> HostState:
     )
 
 
-def _rebound(config: Config, record: RequestState) -> RequestState:
+def _rebound(config: Config, ledger: AdapterLedger, record: RequestState) -> RequestState:
     if record.loading:
         return record
-    record = bind(config, record, record.version)
+    record = bind(config, ledger, record, record.version)
     if not config.prefix_caching:
         return record
     digests = block_digests(record.root, all_tokens(record), config.block_size, record.block_extras)

@@ -15,7 +15,7 @@ from purestep.engine.encoding import holds_of
 from purestep.engine.extras import edits_of
 from purestep.engine.media import check_media, positions_of, take_media
 from purestep.engine.quota import quota_room
-from purestep.state.adapters import count_users, resolve
+from purestep.state.adapters import AdapterLedger, count_users, encoder_version, resolve
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import let_go
 from purestep.state.engine import (
@@ -49,6 +49,8 @@ def submit(state: EngineState, request: Request) -> EngineState:
     With `sampling.n` > 1 each sample is a request of its own from here on: the first lives under
     the request's id, the others under `id#1`, `id#2`, ... They share the prompt's KV blocks.
 
+    Media bring an adapter along where `default_adapters` has one and the request names none.
+
     Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live, a
     media item that does not fit), SamplingError or UnknownAdapterError, naming item, value and
     limit, before any change.
@@ -80,7 +82,7 @@ def submit_host(
     records = []
     for index in range(request.sampling.n):
         record = _new_record(config, host, request, index, extras, positions)
-        records.append(record if loading else bind(config, record, version))
+        records.append(record if loading else bind(config, host.adapters, record, version))
     adapters = host.adapters
     if not loading:
         adapters = count_users(adapters, [(version, 1)] * len(records))
@@ -113,6 +115,7 @@ def _new_record(
         arrival=host.arrivals + index,
         queued_at=host.step,
         version=None,
+        encoder_version=None,
         loading=True,
         seed=seed,
         stream=random_stream(seed, index, ()),
@@ -152,6 +155,7 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         has_text=config.tokens is not None,
         processors=config.processors,
     )
+    request = with_default_adapter(config, request)
     check_media(config, request)
     _check_free(host, request.id, request.sampling.n, f"request {request.id!r}")
     generates = request.sampling.max_tokens > 0
@@ -164,6 +168,24 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         )
     check_quota(config, request)
     return request
+
+
+def with_default_adapter(config: Config, request: Request) -> Request:
+    """The request with the adapter that its media's modality has by default, if it names none.
+
+    Raises RequestError where two modalities ask for different ones: a request has one adapter.
+    """
+    if request.adapter is not None or not (config.default_adapters and request.features):
+        return request
+    present = {feature.modality for feature in request.features}
+    wanted = [(name, modality) for modality, name in config.default_adapters if modality in present]
+    if len({name for name, _ in wanted}) > 1:
+        asked = " and ".join(f"{name!r} for its {modality}" for name, modality in wanted)
+        raise RequestError(
+            f"request {request.id!r}: default_adapters asks for {asked}, but a request has one "
+            "adapter: name it"
+        )
+    return replace(request, adapter=wanted[0][0]) if wanted else request
 
 
 def check_quota(config: Config, request: Request) -> None:
@@ -192,14 +214,25 @@ def _check_free(host: HostState, request_id: str, n: int, who: str) -> None:
             raise RequestError(f"{who}: the end of {completion.key!r} is still to be told")
 
 
-def bind(config: Config, record: RequestState, version: str | None) -> RequestState:
-    """The record with its adapter version, which fixes the identity of its KV blocks."""
+def bind(
+    config: Config, ledger: AdapterLedger, record: RequestState, version: str | None
+) -> RequestState:
+    """The record with its adapter version, which fixes the identity of its KV blocks, and that of
+    its media's encoder outputs where the adapter changes encoders. As the root of the chain names
+    the version, `block_extras` need not."""
     root = chain_root(config.kv_identity, version, record.request.salt)
     digests = ()
     if config.prefix_caching:
         tokens, extras = record.request.tokens, record.block_extras
         digests = block_digests(root, tokens, config.block_size, extras)
-    return replace(record, version=version, loading=False, root=root, prompt_digests=digests)
+    return replace(
+        record,
+        version=version,
+        encoder_version=encoder_version(ledger, version),
+        loading=False,
+        root=root,
+        prompt_digests=digests,
+    )
 
 
 def abort(state: EngineState, request_id: str) -> EngineState:

@@ -30,6 +30,8 @@ Processor = Callable[..., Tensor]
 
 Runs in inference mode, and may write into the logits it is given."""
 
+SCORE_CHUNK = 64  # prompt tokens whose logits are there at a time
+
 Chosen = Sequence[tuple[int, LogitEdits]]
 """(place among the sampled rows, what changes its logits), as a plan has them."""
 
@@ -121,7 +123,10 @@ def _tops(
 
 
 def score_rows(
-    head: Callable[[int, int], Tensor], target_N: np.ndarray, num_tops: int, chunk: int = 64
+    head: Callable[[int, int], Tensor],
+    target_N: np.ndarray,
+    num_tops: int,
+    chunk: int = SCORE_CHUNK,
 ) -> Callable[[], Scores]:
     """Begins to score a row's prompt tokens; `head(start, end)` gives the logits of a range of
     them. What is returned waits for the scores.

@@ -115,7 +115,8 @@ def plan_ahead(
     config: Config, host: HostState, policy: Policy = fcfs
 ) -> tuple[HostState, StepPlan] | None:
     """`schedule`, for a driver that keeps a plan in flight: None where the one in flight has to be
-    committed first, and where no row would take part."""
+    committed first, and where no row would take part. Raises PolicyError and StepError as it does.
+    """
     try:
         after, plan = schedule(config, host, policy)
     except InFlightError:

@@ -33,7 +33,7 @@ from purestep.state.encoder import empty_encoder
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import AdapterError, RequestError, SnapshotError
 
-FORMAT = "purestep/snapshot/5"
+FORMAT = "purestep/snapshot/6"
 STATE, KV, ADAPTERS = "state.json", "kv.safetensors", "adapters.safetensors"
 PROMPTS, MEDIA = "prompts.safetensors", "media.safetensors"
 

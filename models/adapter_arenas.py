@@ -1,18 +1,19 @@
 """The values of an adapter: one pass that hashes them, checks them and lays them out in arenas.
 
-L layers (1 for the embedding and the head), S slices of a fused linear, R rows (the adapter's
-rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are tokens.
+L layers (1 for the embedding, the head and a tower), S slices of a fused linear, R rows (the
+adapter's rank, rounded up to 8), D inputs and O outputs of a linear; the embedding's inputs are
+tokens.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from blake3 import blake3
 from torch import Tensor
 
 from purestep.models.adapter_names import AdaptedModule
-from purestep.models.config import ModelConfig, fused_linears, vocab_linears
+from purestep.models.config import TOWER, ModelConfig, fused_linears, vocab_linears
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.hashing import framed
 from purestep.state.pytree import tree
@@ -33,18 +34,20 @@ class Arena:
 
 
 def empty_arenas(
-    modules: Iterable[AdaptedModule],
+    modules: Sequence[AdaptedModule],
     config: ModelConfig,
     dtype: torch.dtype,
     rank: int,
     pinned: bool = False,
 ) -> dict[str, Arena]:
-    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to, all in
-    one piece of memory: `pinned`, a GPU reads it by itself, at the bus's full rate."""
+    """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to, but for
+    those that a tower never runs. All lie in one piece of memory: `pinned`, a GPU reads it by
+    itself, at the bus's full rate."""
     touched = {module.linear.name for module in modules}
     R = -(-rank // ROW_BLOCK) * ROW_BLOCK
     copies = dict.fromkeys(fused_linears(config), config.num_layers)
     copies |= dict.fromkeys(vocab_linears(config), 1)
+    copies |= {m.linear: 1 for m in modules if m.linear.parent == TOWER}
     shapes = {
         linear.name: (
             (L, len(linear.children), R, linear.in_features),

@@ -45,7 +45,7 @@ from purestep.models.adapter_names import (
     live_tensors,
     quote,
 )
-from purestep.models.config import ModelConfig
+from purestep.models.config import FusedLinear, ModelConfig
 from purestep.state.errors import AdapterError
 from purestep.state.pytree import static, tree
 
@@ -62,9 +62,14 @@ class Adapter:
     rank: int = static()  # the largest of its modules
     num_tensors: int = static()  # A and B tensors used
     nbytes: int = static()  # host memory of the arenas
-    modules: tuple[str, ...] = static()  # the decoder's names, sorted; fused ones as in the file
+    modules: tuple[str, ...] = static()  # the model's names, sorted; fused ones as in the file
     unused_targets: tuple[str, ...] = static()  # target_modules that the weights do not have
     arenas: dict[str, Arena]  # by FusedLinear.name, for the linears that the adapter touches
+
+    @property
+    def linears(self) -> tuple[str, ...]:
+        """The linears that it touches, sorted; `tower` stands for all those of a tower."""
+        return tuple(sorted({name.partition(".")[0] for name in self.arenas}))
 
 
 class SupportsToDict(Protocol):
@@ -81,6 +86,7 @@ def read_adapter(
     max_rank: int | None,
     name: str = "",
     pinned: bool = False,
+    tower: Sequence[FusedLinear] = (),
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     """Read a folder as PEFT's `save_pretrained` writes it.
@@ -88,9 +94,9 @@ def read_adapter(
     Weights are taken from adapter_model.safetensors, else .bin, else .pt: when several are there,
     safetensors wins. Pickles go through torch's restricted unpickler and run no code. `~` is
     expanded; names on a hub are not looked up. `max_rank` is the option `max_lora_rank`, None for
-    no limit. `dtype` is what the arenas hold; scalings are folded into B in float32 before the
-    cast. `pinned` arenas are uploaded to a GPU without waiting. `pause` is called behind each piece
-    of about 1 MiB.
+    no limit; `tower` are the linears of the program's tower (`tower_linears`). `dtype` is what the
+    arenas hold; scalings are folded into B in float32 before the cast. `pinned` arenas are uploaded
+    to a GPU without waiting. `pause` is called behind each piece of about 1 MiB.
 
     Raises AdapterError naming the adapter, the file or tensor, the value and the limit. Warns
     about target modules that the weights do not have and about unknown settings.
@@ -106,7 +112,7 @@ def read_adapter(
     tensors = _read_tensors(path, label)
     where = f"{label}, {path.name}"
     return _build(
-        tensors, adapter_config, config, dtype, max_rank, where, pinned=pinned, pause=pause
+        tensors, adapter_config, config, dtype, max_rank, where, tower, pinned=pinned, pause=pause
     )
 
 
@@ -118,6 +124,7 @@ def adapter_from_tensors(
     dtype: torch.dtype,
     max_rank: int | None,
     name: str = "",
+    tower: Sequence[FusedLinear] = (),
     version: str | None = None,
     pinned: bool = False,
 ) -> Adapter:
@@ -137,7 +144,7 @@ def adapter_from_tensors(
     except ValueError as error:
         raise AdapterError(f"{label}: {error}") from None
     chosen = {saved: tensors[source] for saved, source in sources.items()}
-    return _build(chosen, adapter_config, config, dtype, max_rank, label, version, pinned)
+    return _build(chosen, adapter_config, config, dtype, max_rank, label, tower, version, pinned)
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
@@ -173,16 +180,18 @@ def _build(
     dtype: torch.dtype,
     max_rank: int | None,
     label: str,
+    tower: Sequence[FusedLinear],
     version: str | None = None,
     pinned: bool = False,
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
-    modules = _check(tensors, adapter_config, config, max_rank, label)
+    modules = _check(tensors, adapter_config, config, tower, max_rank, label)
     rank = max(rank_of(adapter_config, module.file_name) for module in modules)
     arenas = empty_arenas(modules, config, dtype, rank, pinned)
     hasher = version_hasher(version)
     for module in modules:
-        scaling, arena = scaling_of(adapter_config, module.file_name), arenas[module.linear.name]
+        scaling = scaling_of(adapter_config, module.file_name)
+        arena = arenas.get(module.linear.name)  # None of what a tower never runs
         for role, name, factor in (("A", module.a, 1.0), ("B", module.b, scaling)):
             bounds = []
             if version is None:
@@ -191,7 +200,9 @@ def _build(
                 if version is None:
                     hash_piece_(hasher, rows)
                 bounds.append(torch.aminmax(rows))
-                if role == "A":
+                if arena is None:
+                    pass
+                elif role == "A":
                     write_a_(arena, module, first, rows)
                 else:
                     write_b_(arena, module, first, rows, scaling)
@@ -213,11 +224,12 @@ def _check(
     tensors: Mapping[str, Tensor],
     adapter_config: AdapterConfig,
     config: ModelConfig,
+    tower: Sequence[FusedLinear],
     max_rank: int | None,
     label: str,
 ) -> tuple[AdaptedModule, ...]:
     """The modules to load, all of whose tensors have the right names, kinds and shapes."""
-    modules, findings = find_modules(tensors, config)
+    modules, findings = find_modules(tensors, config, tower)
     _check_tensors(modules, tensors, adapter_config, config, findings)
     ranks = {module.name: rank_of(adapter_config, module.file_name) for module in modules}
     if max_rank is not None and (wide := {m: r for m, r in ranks.items() if r > max_rank}):

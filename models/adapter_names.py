@@ -1,15 +1,16 @@
-"""From the tensor names of an adapter file to the linears of the decoder.
+"""From the tensor names of an adapter file to the linears of the decoder and of a tower.
 
 One decoder has several spellings: peft puts `base_model.model.` before every name, and the same
-language model sits under another parent inside a multimodal wrapper. Names decide what is adapted;
-a name that means nothing here is a finding, never skipped in silence.
+language model sits under another parent inside a multimodal wrapper, as a tower does. Names decide
+what is adapted; a name that means nothing here is a finding, never skipped in silence.
 """
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from purestep.models.config import FusedLinear, ModelConfig, fused_linears, vocab_linears
+from purestep.models.tensor_files import TOWER, plain_name
 
 PEFT_PREFIX = "base_model.model."
 DECODER_PREFIXES = (
@@ -37,7 +38,7 @@ _VOCAB = {
 _TRAINING_ONLY = re.compile(r".+\.(lora_velora_embed|lora_monteclora_sampler\.[a-z_]+)")
 # What peft names after the adapter in a live model's state_dict: `lora_A.default.weight`.
 _LIVE = re.compile(r"(.+?\.(?:lora_\w+|modules_to_save|trainable_tokens_\w+))\.([^.]+)(\..+)?")
-_TOWER = re.compile(r"vision|visual|audio|image|tower|projector|connector|merger|resampler")
+_MEDIA = re.compile(r"vision|visual|audio|image|tower|projector|connector|merger|resampler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -48,9 +49,9 @@ class AdaptedModule:
     all slices of its linear: A is shared by them, the rows of B are stacked in their order.
     """
 
-    name: str  # the decoder's own name, whatever the spelling in the file
+    name: str  # the decoder's or the tower's own name, whatever the spelling in the file
     file_name: str  # as in the file without `base_model.model.`: what peft's patterns match
-    layer: int  # 0 for the embedding and the head
+    layer: int  # 0 for the embedding, the head and what belongs to a tower
     linear: FusedLinear
     slices: tuple[int, ...]
     a: str  # tensor names in the file
@@ -69,14 +70,15 @@ class AdaptedModule:
 
 
 def find_modules(
-    names: Iterable[str], config: ModelConfig
+    names: Iterable[str], config: ModelConfig, tower: Sequence[FusedLinear] = ()
 ) -> tuple[tuple[AdaptedModule, ...], Findings]:
-    """The modules that `names` adapt, sorted by name, and everything that does not fit the model.
+    """The modules that `names` adapt, sorted by name, and everything that does not fit the model;
+    `tower` are the linears of the program's tower (`tower_linears`).
 
     Findings are names of no such module or of a kind that is not supported, half pairs, one module
     under two spellings, and projections that come both fused and split.
     """
-    targets, findings = _targets(config), Findings()
+    targets, findings = _targets(config) | _tower_targets(tower), Findings()
     pairs: dict[str, dict[str, list[str]]] = {}
     copies: dict[str, list[str]] = {}
     for name in sorted(names):
@@ -84,11 +86,11 @@ def find_modules(
             copies.setdefault(module, []).append(name)
             continue
         match = _TENSOR.fullmatch(name)
-        module = _decoder_name(match[1], config, targets) if match else None
+        module = _module_name(match[1], config, targets) if match else None
         if module is not None and (module == EMBED) == (match[3] is not None):
             pairs.setdefault(module, {}).setdefault(match[2] or match[3], []).append(name)
         elif not _TRAINING_ONLY.fullmatch(name):
-            findings.setdefault(_refusal(name, config), []).append(quote(name))
+            findings.setdefault(_refusal(name, config, tower), []).append(quote(name))
     modules = []
     for name, roles in sorted(pairs.items()):
         copied = copies.pop(name, [])
@@ -156,9 +158,16 @@ def _targets(config: ModelConfig) -> Targets:
     return targets
 
 
-def _decoder_name(name: str, config: ModelConfig, targets: Targets) -> str | None:
+def _tower_targets(tower: Sequence[FusedLinear]) -> Targets:
+    return {child: (linear, (i,)) for linear in tower for i, child in enumerate(linear.children)}
+
+
+def _module_name(name: str, config: ModelConfig, targets: Targets) -> str | None:
     if (module := _vocab_name(name)) is not None:
         return module
+    own = plain_name(name.removeprefix(PEFT_PREFIX))
+    if TOWER.fullmatch(own):
+        return own if own in targets else None
     match = _MODULE.fullmatch(name.removeprefix(PEFT_PREFIX))
     if match is None or int(match[1]) >= config.num_layers:
         return None
@@ -174,8 +183,8 @@ def _vocab_name(name: str) -> str | None:
 
 def _module(name: str, a: str, b: str, base_copy: str | None, targets: Targets) -> AdaptedModule:
     match = _MODULE.fullmatch(name)
-    layer, key = (int(match[1]), f"{match[2]}.{match[3]}") if match else (0, name.split(".")[-1])
-    linear, slices = targets[key]
+    layer, key = (int(match[1]), f"{match[2]}.{match[3]}") if match else (0, name)
+    linear, slices = targets[key] if key in targets else targets[name.split(".")[-1]]
     return AdaptedModule(
         name=name,
         file_name=_TENSOR.fullmatch(a.removeprefix(PEFT_PREFIX))[1],
@@ -198,12 +207,12 @@ def _find_overlaps(modules: Iterable[AdaptedModule], findings: Findings) -> None
                 findings.setdefault("fused and split at once", []).append(both)
 
 
-def _refusal(name: str, config: ModelConfig) -> str:
+def _refusal(name: str, config: ModelConfig, tower: Sequence[FusedLinear]) -> str:
     """Why a tensor of this name cannot be used, most specific reason first."""
     is_lora = ".lora_" in name
     stem = name.removeprefix(PEFT_PREFIX)
-    if is_lora and _TOWER.search(name):
-        return "tensors of a vision or audio tower are not supported yet"
+    if is_lora and not tower and _MEDIA.search(name):
+        return "tensors of a vision or audio tower, which this program does not have"
     if "lora_magnitude_vector" in name:
         return "DoRA magnitudes (use_dora) are not supported"
     if name.endswith(".lora_B.bias"):
@@ -219,4 +228,6 @@ def _refusal(name: str, config: ModelConfig) -> str:
         return "an adapter's name inside, as in state_dict(): save with save_pretrained"
     if (match := _MODULE.match(stem)) and int(match[1]) >= config.num_layers:
         return f"no such layer, the model has {config.num_layers}"
+    if _MEDIA.search(name):
+        return "no such linear in the tower or the projector, and of these nothing else is adapted"
     return "no such module in this model"

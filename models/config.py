@@ -26,6 +26,7 @@ class RopeConfig:
     long_factors: tuple[float, ...] = ()
     long: bool = False  # which of the two: see rope.rope_for_context
     sections: tuple[int, ...] = ()  # M-RoPE: pairs of channels that turn by time, height, width
+    interleaved: bool = False  # these pairs take turns, and do not stand side by side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +69,15 @@ class ModelConfig:
         return self.num_kv_heads * self.head_dim
 
 
+TOWER, SPARE = "tower", "spare"  # parents of linears of a tower: of those that run, of the others
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FusedLinear:
     """One matrix product: the checkpoint's projections, stacked along the output."""
 
     name: str  # field of the parameter tree and of the adapter rows
-    parent: str  # "self_attn" or "mlp"; "" for the two outside the layers
+    parent: str  # "self_attn" or "mlp"; "" for the two outside the layers; TOWER or SPARE
     children: tuple[str, ...]  # checkpoint names, in stacking order
     in_features: int
     out_sizes: tuple[int, ...]  # one for each child

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purestep.models.config import ModelConfig
 from purestep.models.rope import apply_rope, rope_table
+from purestep.ops.gated_mul import ACTIVATIONS
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.linear import linear as product
 from purestep.ops.lora_add import lora_add_
@@ -78,11 +79,6 @@ class EmbedRows:
     b_PD: Tensor
 
 
-ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
-    "silu": F.silu,
-    "gelu_pytorch_tanh": lambda x: F.gelu(x, approximate="tanh"),
-}
-
 LayerFn = Callable[
     [Layer, LayerAdapters | None, Tensor, Tensor, Tensor, Tensor, Batch, ModelConfig, int], Tensor
 ]
@@ -104,26 +100,24 @@ def forward(
 
     `kv` holds one [2, num_blocks, block_size, K, H] tensor a layer. `adapters` (one a layer) is
     read only if `batch.lora` is there, `embed_rows` if `batch.embed_lora` is. `layer_fn` is
-    `decoder_layer` or its compiled form. `embeds` (index_E int64, rows_ED) replaces the embeddings
-    of some token rows, deltas included. `observe(i, h_TD)` sees the hidden states, numbered as
-    transformers numbers them: 0 the embeddings, i what layer i - 1 returns, but for the last one,
-    which is normed. It may not change them.
+    `decoder_layer` or its compiled form. `embeds` (index_E int64, rows_EW) replaces the embeddings
+    of some token rows, deltas included; where rows are (1 + k) D wide, what follows the first D
+    numbers is added behind each of the first k layers, of which there are more (deepstack).
+    `observe(i, h_TD)` sees the hidden states, numbered as transformers numbers them: 0 the
+    embeddings, i what layer i - 1 returns, nothing added yet, but for the last one, which is
+    normed. It may not change them.
     """
     layer_fn = layer_fn or decoder_layer
-    h_TD = embed(params, embed_rows, batch)
-    if config.embed_scale != 1.0:
-        h_TD = h_TD * torch.tensor(config.embed_scale, dtype=h_TD.dtype).item()
-    if embeds is not None:
-        merge_rows_(h_TD, *embeds)
-    place = batch.position_T, h_TD.dtype, batch.position_3T
-    table = local = rope_table(config.rope, config.head_dim, *place)
-    if config.local_rope is not None:
-        local = rope_table(config.local_rope, config.head_dim, *place)
+    h_TD = embed(params, embed_rows, batch, config.embed_scale)
+    index_E, deeper = merge_embeds_(h_TD, embeds)
+    table, local = rope_tables(config, batch, h_TD.dtype)
     rows = adapters if adapters is not None else (None,) * len(params.layers)
     layers = zip(params.layers, rows, kv, config.windows, strict=True)
     for i, (layer, layer_rows, pages, window) in enumerate(layers):
         if observe is not None:
             observe(i, h_TD)
+        if 0 < i <= len(deeper):
+            add_deeper_(h_TD, index_E, deeper[i - 1])
         turn = local if window else table
         h_TD = layer_fn(layer, layer_rows, pages, h_TD, *turn, batch, config, window)
     h_TD = rms_norm(h_TD, params.norm_D, config.norm_eps)
@@ -132,8 +126,20 @@ def forward(
     return h_TD
 
 
-def embed(params: Params, rows: EmbedRows | None, batch: Batch) -> Tensor:
-    """Rows of the embedding table [T, D], each with the delta of its own adapter, if that has one.
+def rope_tables(
+    config: ModelConfig, batch: Batch, dtype: torch.dtype
+) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
+    """cos_TC and sin_TC of layers that see everything, and of those with a window."""
+    place = batch.position_T, dtype, batch.position_3T
+    table = rope_table(config.rope, config.head_dim, *place)
+    if config.local_rope is None:
+        return table, table
+    return table, rope_table(config.local_rope, config.head_dim, *place)
+
+
+def embed(params: Params, rows: EmbedRows | None, batch: Batch, scale: float = 1.0) -> Tensor:
+    """Rows of the embedding table [T, D], each with the delta of its own adapter, if that has one,
+    times a scale in the model's format.
 
     Padding tokens need a valid id, any will do.
     """
@@ -141,7 +147,24 @@ def embed(params: Params, rows: EmbedRows | None, batch: Batch) -> Tensor:
     if rows is not None and batch.embed_lora is not None:
         x_TD, unit_rows = _lookup(rows, batch.embed_lora, batch.token_T)
         add_deltas_(h_TD, x_TD, unit_rows, batch.embed_lora.lora, h_TD.shape[1:])
-    return h_TD
+    return h_TD if scale == 1.0 else h_TD * torch.tensor(scale, dtype=h_TD.dtype).item()
+
+
+def merge_embeds_(
+    h_TD: Tensor, embeds: tuple[Tensor, Tensor] | None
+) -> tuple[Tensor | None, Sequence[Tensor]]:
+    """Put rows over the embeddings of their tokens; (whose they are, what is for later layers)."""
+    if embeds is None:
+        return None, ()
+    index_E, rows_EW = embeds
+    rows_ED, *deeper = rows_EW.split(h_TD.shape[1], dim=1)
+    merge_rows_(h_TD, index_E, rows_ED)
+    return index_E, deeper
+
+
+def add_deeper_(h_TD: Tensor, index_E: Tensor, rows_ED: Tensor) -> None:
+    """Add rows to the hidden states of tokens that are all different."""
+    h_TD.index_add_(0, index_E, rows_ED.to(h_TD.dtype))
 
 
 def _lookup(rows: EmbedRows, lora: EmbedLora, token_T: Tensor) -> tuple[Tensor, AdapterRows]:

@@ -20,6 +20,7 @@ from transformers import (
     Qwen2Config,
     Qwen2VLConfig,
     Qwen3Config,
+    Qwen3VLConfig,
     SmolVLMConfig,
 )
 
@@ -31,6 +32,7 @@ from purestep.models.llava_next import LLAVA_NEXT
 from purestep.models.pixtral import PIXTRAL
 from purestep.models.qwen2_5_vl import QWEN2_5_VL
 from purestep.models.qwen2_vl import QWEN2_VL
+from purestep.models.qwen3_vl import QWEN3_VL
 from purestep.models.rope import ROPE_KINDS
 from purestep.models.vision import VisionFamily
 from purestep.state.errors import CheckpointError
@@ -51,12 +53,13 @@ MULTIMODAL: dict[str, tuple[str, type[PretrainedConfig], VisionFamily]] = {
     "llava_next": ("LlavaNextForConditionalGeneration", LlavaNextConfig, LLAVA_NEXT),
     "qwen2_5_vl": ("Qwen2_5_VLForConditionalGeneration", Qwen2_5_VLConfig, QWEN2_5_VL),
     "qwen2_vl": ("Qwen2VLForConditionalGeneration", Qwen2VLConfig, QWEN2_VL),
+    "qwen3_vl": ("Qwen3VLForConditionalGeneration", Qwen3VLConfig, QWEN3_VL),
     "smolvlm": ("SmolVLMForConditionalGeneration", SmolVLMConfig, IDEFICS3),
 }
 # Towers that make another family of a LLaVA model.
 LLAVA_TOWERS = {"pixtral": PIXTRAL}
 # Language models with M-RoPE, which only multimodal models have, and the family they are else.
-WITH_MROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2"}
+WITH_MROPE = {"qwen2_vl_text": "qwen2", "qwen2_5_vl_text": "qwen2", "qwen3_vl_text": "qwen3"}
 
 
 def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelConfig:
@@ -116,7 +119,8 @@ def model_config_from_hf(hf_config: dict[str, Any] | PretrainedConfig) -> ModelC
         norm_eps=hf.rms_norm_eps,
         rope=replace(
             _rope_config(hf, family, head_dim, _rope_of(hf, "full_attention")),
-            sections=_sections(hf, head_dim) if has_mrope else (),
+            sections=_sections(hf, family, head_dim) if has_mrope else (),
+            interleaved=has_mrope and family == "qwen3",
         ),
         tie_embeddings=tie_embeddings,
         qkv_bias=family == "qwen2" or attention_bias,
@@ -266,9 +270,10 @@ def _rope_config(
     )
 
 
-def _sections(hf: PretrainedConfig, head_dim: int) -> tuple[int, ...]:
+def _sections(hf: PretrainedConfig, family: str, head_dim: int) -> tuple[int, ...]:
     """How M-RoPE divides the pairs of channels; transformers' own default where it is not said."""
-    sections = (hf.rope_parameters or {}).get("mrope_section", [16, 24, 24])
+    default = [24, 20, 20] if family == "qwen3" else [16, 24, 24]
+    sections = (hf.rope_parameters or {}).get("mrope_section", default)
     whole = isinstance(sections, list | tuple) and all(isinstance(s, int) for s in sections)
     if not whole or len(sections) != 3 or min(sections) < 0 or sum(sections) != head_dim // 2:
         raise CheckpointError(

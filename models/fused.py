@@ -11,14 +11,22 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
-from purestep.models.decoder import AdapterRows, EmbedRows, Layer, LayerAdapters, Params, embed
-from purestep.models.rope import rope_table
+from purestep.models.decoder import (
+    AdapterRows,
+    EmbedRows,
+    Layer,
+    LayerAdapters,
+    Params,
+    add_deeper_,
+    embed,
+    merge_embeds_,
+    rope_tables,
+)
 from purestep.ops.add_rms_norm import add_rms_norm
+from purestep.ops.gated_mul import gated_mul
 from purestep.ops.lora_linear import Deltas, head_linear, lora_linear, shrunk_linear
-from purestep.ops.merge_rows import merge_rows_
 from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
-from purestep.ops.silu_mul import silu_mul
 from purestep.state.batch import Batch, LoraTiles
 
 
@@ -36,43 +44,38 @@ def fused_forward(
 ) -> Tensor:
     """As `decoder.forward`, for a batch whose `lora` is `LoraTiles`. `uniform` promises that token
     t is the one query of row t, and that a row without context is padding."""
-    h_TD = embed(params, embed_rows, batch)
-    if embeds is not None:
-        merge_rows_(h_TD, *embeds)
-    cos_TC, sin_TC = rope_table(
-        config.rope, config.head_dim, batch.position_T, h_TD.dtype, batch.position_3T
-    )
+    h_TD = embed(params, embed_rows, batch, config.embed_scale)
+    index_E, deeper = merge_embeds_(h_TD, embeds)
+    table, local = rope_tables(config, batch, h_TD.dtype)
     tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
-    y = None
-    for i, layer in enumerate(params.layers):
-        h_TD, x_TD = add_rms_norm(h_TD, y, layer.attn_norm_D, config.norm_eps)
+    y = inner_D = None  # the last product, and the norm of what it adds
+    for i, (layer, window) in enumerate(zip(params.layers, config.windows, strict=True)):
+        h_TD, x_TD = add_rms_norm(h_TD, y, layer.attn_norm_D, config.norm_eps, inner_D)
         if observe is not None:
             observe(i, h_TD)
+        if 0 < i <= len(deeper):
+            add_deeper_(h_TD, index_E, deeper[i - 1])
+            x_TD = add_rms_norm(h_TD, None, layer.attn_norm_D, config.norm_eps)[1]
         rows = adapters[i] if tiles is not None else None
         y = attention(
             layer,
             rows,
             kv[i],
             x_TD,
-            cos_TC,
-            sin_TC,
+            *(local if window else table),
             batch,
             tiles,
             config,
-            config.windows[i],
+            window,
             uniform,
         )
-        h_TD, x_TD = add_rms_norm(h_TD, y, layer.mlp_norm_D, config.norm_eps)
-        y = mlp(layer, rows, x_TD, tiles, config)
-    h_TD = add_rms_norm(h_TD, y, params.norm_D, config.norm_eps)[1]
+        inner_D = layer.attn_out_norm_D
+        h_TD, x_TD = add_rms_norm(h_TD, y, layer.mlp_norm_D, config.norm_eps, inner_D)
+        y, inner_D = mlp(layer, rows, x_TD, tiles, config), layer.mlp_out_norm_D
+    h_TD = add_rms_norm(h_TD, y, params.norm_D, config.norm_eps, inner_D)[1]
     if observe is not None:
         observe(len(params.layers), h_TD)
     return h_TD
-
-
-def fused_takes(config: ModelConfig) -> bool:
-    """Whether these kernels know all that the model does: no Gemma's norms and activation."""
-    return config.activation == "silu" and not config.sandwich and config.local_rope is None
 
 
 def attention(
@@ -113,7 +116,7 @@ def mlp(
     sizes = (config.intermediate_size, config.intermediate_size)
     rows = deltas(adapters.gate_up if adapters is not None else None, tiles)
     y, shrunk = shrunk_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, sizes)
-    x_TF = silu_mul(y, x_TD.dtype, shrunk)
+    x_TF = gated_mul(y, x_TD.dtype, config.activation, shrunk)
     rows = deltas(adapters.down if adapters is not None else None, tiles)
     return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows)
 

@@ -17,6 +17,7 @@ from transformers import PretrainedConfig
 
 from purestep.models.decoder import rms_norm
 from purestep.models.llava import square_pixels
+from purestep.models.tower_rows import ItemAdapters, of_parts
 from purestep.models.vision import Shapes, Tensors, VisionFamily, Words, as_many, owned_rows, woven
 from purestep.models.vit import (
     Affine,
@@ -34,6 +35,7 @@ from purestep.models.vit import (
 from purestep.state.errors import CheckpointError
 from purestep.state.pytree import tree
 
+BREAK = "\n\n"  # on both sides of a view
 BEFORE_WHOLE = "Here is the original image "  # what the texts are where there are crops
 BEFORE_CROPS = " and here are some crops to help you see better "
 
@@ -102,41 +104,44 @@ def item(config: Gemma3Vision, processed: Tensors) -> Tensors:
 
 
 def placeholder(config: Gemma3Vision, item: Tensors, words: Words) -> tuple[np.ndarray, np.ndarray]:
-    view = ["\n\n", [config.marker], config.num_rows, [config.end_id], "\n\n"]
-    parts, crops = list(view), len(item["pixel_values"]) - 1
-    if crops:
-        parts = [BEFORE_WHOLE, *view, BEFORE_CROPS, *view]
-        for _ in range(crops - 1):
-            parts += [" ", *view]
-    return woven(config.row_id, joined(parts, words))
+    """The views from the first one's marker to the last one's end, with what is between them."""
+    view = [[config.marker], config.num_rows, [config.end_id]]
+    parts: list[int | Sequence[int]] = list(view)
+    for n in range(1, len(item["pixel_values"])):
+        parts += [words(f"{BREAK}{BEFORE_CROPS if n == 1 else ' '}{BREAK}"), *view]
+    return woven(config.row_id, parts)
 
 
-def joined(parts: Sequence[Any], words: Words) -> list[int | Sequence[int]]:
-    """Texts that follow each other as one, in ids."""
-    found: list[Any] = []
-    for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
-        else:
-            found.append(part)
-    return [words(part) if isinstance(part, str) else part for part in found]
+def around(config: Gemma3Vision, item: Tensors) -> tuple[str, str]:
+    crops = len(item["pixel_values"]) - 1
+    return (BEFORE_WHOLE if crops else "") + BREAK, BREAK
 
 
 def encode(
-    params: Gemma3VisionParams, config: Gemma3Vision, items: Sequence[Tensors]
+    params: Gemma3VisionParams,
+    config: Gemma3Vision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
     """Views are of one shape, so all of them run together."""
     if not items:
         return []
-    counts = [len(item["pixel_values"]) * config.num_rows for item in items]
-    rows_BEH = features(params, config, torch.cat([item["pixel_values"] for item in items]))
-    return owned_rows(rows_BEH.flatten(0, 1), counts)
+    counts = [len(item["pixel_values"]) for item in items]
+    pixels = torch.cat([item["pixel_values"] for item in items])
+    rows_BEH = features(params, config, pixels, of_parts(adapters, counts))
+    return owned_rows(rows_BEH.flatten(0, 1), [count * config.num_rows for count in counts])
 
 
-def features(params: Gemma3VisionParams, config: Gemma3Vision, pixels_BCSS: Tensor) -> Tensor:
-    """The projected rows of views: [B, E, H]."""
+def features(
+    params: Gemma3VisionParams,
+    config: Gemma3Vision,
+    pixels_BCSS: Tensor,
+    adapters: ItemAdapters | None = None,
+) -> Tensor:
+    """The projected rows of views: [B, E, H]. `adapters` are those of the views; the projection is
+    no linear layer and has none."""
     eps, side = config.tower.norm_eps, config.tower.image_size // config.tower.patch_size
-    x = vit(params.tower, config.tower, pixels_BCSS.to(params.projection_DH))
+    x = vit(params.tower, config.tower, pixels_BCSS.to(params.projection_DH), adapters)
     x = layer_norm(x, params.norm, eps)
     x = F.avg_pool2d(
         x.transpose(1, 2).unflatten(2, (side, side)), side // math.isqrt(config.num_rows)
@@ -173,6 +178,7 @@ GEMMA3 = VisionFamily(
     marker=lambda config: config.marker,
     item=item,
     placeholder=placeholder,
+    around=around,
     encode=encode,
     bidirectional=True,
     largest=largest,

@@ -10,11 +10,11 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
 from purestep.models.llava import square_pixels
+from purestep.models.tower_rows import ItemAdapters, of_parts, spread
 from purestep.models.vision import (
     Shapes,
     Tensors,
@@ -28,6 +28,7 @@ from purestep.models.vit import (
     Affine,
     VitConfig,
     VitParams,
+    affine,
     affine_of,
     affine_shapes,
     layer_norm,
@@ -66,7 +67,7 @@ class Idefics3Vision:
 class Idefics3Params:
     tower: VitParams
     norm: Affine
-    projection_DP: Tensor
+    projection: Affine
 
 
 def read_config(hf: PretrainedConfig) -> Idefics3Vision:
@@ -95,12 +96,12 @@ def shapes(config: Idefics3Vision) -> Shapes:
 
 def load_params(config: Idefics3Vision, tensors: dict[str, Tensor]) -> Idefics3Params:
     norm = affine_of(tensors, "vision_tower.post_layernorm")
-    projection_DP = tensors.pop("connector.modality_projection.proj.weight")
+    projection = affine_of(tensors, "connector.modality_projection.proj")
     tower = vit_params(config.tower, tensors)
     table = tower.position_LD
     positions = whole_positions(config.side).to(table.device)
     tower = replace(tower, position_LD=table[positions])
-    return Idefics3Params(tower=tower, norm=norm, projection_DP=projection_DP)
+    return Idefics3Params(tower=tower, norm=norm, projection=projection)
 
 
 def whole_positions(side: int) -> Tensor:
@@ -144,23 +145,34 @@ def placeholder(
 
 
 def encode(
-    params: Idefics3Params, config: Idefics3Vision, items: Sequence[Tensors]
+    params: Idefics3Params,
+    config: Idefics3Vision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
     """Tiles are of one shape, so all of them run together."""
     if not items:
         return []
-    counts = [len(item["pixel_values"]) * config.num_rows for item in items]
-    rows_BED = features(params, config, torch.cat([item["pixel_values"] for item in items]))
-    return owned_rows(rows_BED.flatten(0, 1), counts)
+    counts = [len(item["pixel_values"]) for item in items]
+    pixels = torch.cat([item["pixel_values"] for item in items])
+    rows_BED = features(params, config, pixels, of_parts(adapters, counts))
+    return owned_rows(rows_BED.flatten(0, 1), [count * config.num_rows for count in counts])
 
 
-def features(params: Idefics3Params, config: Idefics3Vision, pixels_BCSS: Tensor) -> Tensor:
-    """The rows of tiles, s x s patches side by side in each: [B, E, D]."""
-    x = vit(params.tower, config.tower, pixels_BCSS.to(params.projection_DP))
+def features(
+    params: Idefics3Params,
+    config: Idefics3Vision,
+    pixels_BCSS: Tensor,
+    adapters: ItemAdapters | None = None,
+) -> Tensor:
+    """The rows of tiles, s x s patches side by side in each: [B, E, D]. `adapters` are those of
+    the tiles."""
+    own = spread(adapters, [config.num_rows] * len(pixels_BCSS))
+    x = vit(params.tower, config.tower, pixels_BCSS.to(params.projection.weight_OD), adapters)
     x = layer_norm(x, params.norm, config.tower.norm_eps)
     block = (config.side // config.scale, config.scale)
     x = x.unflatten(1, block + block).transpose(2, 3)
-    return F.linear(x.flatten(3).flatten(1, 2), params.projection_DP)
+    return affine(x.flatten(3).flatten(1, 2), params.projection, own)
 
 
 def largest(config: Idefics3Vision, settings: Mapping[str, Any]) -> Tensors:

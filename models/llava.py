@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from purestep.models.tower_rows import ItemAdapters, spread
 from purestep.models.vision import (
     Shapes,
     Tensors,
@@ -35,6 +36,7 @@ from purestep.models.vit import (
     vit_config,
     vit_params,
     vit_shapes,
+    vit_spare,
     vit_working,
 )
 from purestep.state.errors import RequestError
@@ -111,18 +113,31 @@ def placeholder(config: LlavaVision, item: Tensors, words: Words) -> tuple[np.nd
     return marker_ids(config.marker, config.num_rows), None
 
 
-def encode(params: LlavaParams, config: LlavaVision, items: Sequence[Tensors]) -> list[Tensor]:
+def encode(
+    params: LlavaParams,
+    config: LlavaVision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
+) -> list[Tensor]:
     if not items:
         return []
-    rows = features(params, config, torch.stack([item["pixel_values"] for item in items]))
+    pixels = torch.stack([item["pixel_values"] for item in items])
+    rows = features(params, config, pixels, adapters)
     return owned_rows(rows.flatten(0, 1), [config.num_rows] * len(items))
 
 
-def features(params: LlavaParams, config: LlavaVision, pixels_BCSS: Tensor) -> Tensor:
-    """The projected rows of square images: [B, E, D]."""
+def features(
+    params: LlavaParams,
+    config: LlavaVision,
+    pixels_BCSS: Tensor,
+    adapters: ItemAdapters | None = None,
+) -> Tensor:
+    """The projected rows of square images: [B, E, D]. `adapters` are those of the images."""
+    own = spread(adapters, [config.num_rows] * len(pixels_BCSS))
     pixels_BCSS = pixels_BCSS.to(params.first.weight_OD)
-    x = vit(params.tower, config.tower, pixels_BCSS)[:, int(config.drop_first) :]
-    return affine(ACTIVATIONS[config.activation](affine(x, params.first)), params.second)
+    x = vit(params.tower, config.tower, pixels_BCSS, adapters)[:, int(config.drop_first) :]
+    x = ACTIVATIONS[config.activation](affine(x, params.first, own))
+    return affine(x, params.second, own)
 
 
 def largest(config: LlavaVision, settings: Mapping[str, Any]) -> Tensors:
@@ -146,6 +161,7 @@ LLAVA = VisionFamily(
     item=item,
     placeholder=placeholder,
     encode=encode,
+    spare=lambda config: vit_spare(config.tower),
     largest=largest,
     heaviest=lambda config, settings, limit: as_many(
         largest(config, settings), config.num_rows, limit

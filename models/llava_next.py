@@ -16,8 +16,9 @@ from transformers.image_processing_utils import select_best_resolution
 
 from purestep.models import llava
 from purestep.models.llava import LlavaParams, LlavaVision
+from purestep.models.tower_rows import ItemAdapters, of_parts
 from purestep.models.vision import Shapes, Tensors, VisionFamily, Words, as_many, marker_ids
-from purestep.models.vit import UNREAD
+from purestep.models.vit import UNREAD, vit_spare
 from purestep.state.errors import CheckpointError, RequestError
 from purestep.state.pytree import tree
 
@@ -106,14 +107,18 @@ def placeholder(config: LlavaNextVision, item: Tensors, words: Words) -> tuple[n
 
 
 def encode(
-    params: LlavaNextParams, config: LlavaNextVision, items: Sequence[Tensors]
+    params: LlavaNextParams,
+    config: LlavaNextVision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
     """Tiles are of one shape, so all of them run together."""
     if not items:
         return []
     counts = [len(item["pixel_values"]) for item in items]
     pixels = torch.cat([item["pixel_values"] for item in items])
-    tiles = llava.features(params.tile, config.tile, pixels).split(counts)
+    own = of_parts(adapters, counts)
+    tiles = llava.features(params.tile, config.tile, pixels, own).split(counts)
     return [
         joined(params, config, rows, item["image_sizes"])
         for rows, item in zip(tiles, items, strict=True)
@@ -152,6 +157,7 @@ LLAVA_NEXT = VisionFamily(
     item=item,
     placeholder=placeholder,
     encode=encode,
+    spare=lambda config: vit_spare(config.tile.tower),
     largest=largest,
     # thin images have all tiles and hardly more rows than the overview's
     heaviest=lambda config, settings, limit: as_many(

@@ -16,6 +16,7 @@ from transformers import PretrainedConfig
 
 from purestep.models.decoder import rms_norm
 from purestep.models.qwen_patches import attend, runs_of, turned
+from purestep.models.tower_rows import ItemAdapters, in_order, spread
 from purestep.models.vision import (
     Shapes,
     Tensors,
@@ -171,14 +172,20 @@ def placeholder(
     return woven(config.marker, [w, words(BREAK)] * (h - 1) + [w, words(END)])
 
 
-def encode(params: PixtralParams, config: PixtralVision, items: Sequence[Tensors]) -> list[Tensor]:
+def encode(
+    params: PixtralParams,
+    config: PixtralVision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
+) -> list[Tensor]:
     """Items go through the tower together, those of as many patches side by side."""
     if not items:
         return []
     grids = [lines(config, item) for item in items]
     order = sorted(range(len(items)), key=lambda i: grids[i][0] * grids[i][1])
     patches_SP = torch.cat([patches_of(config, items[i]["pixel_values"]) for i in order])
-    rows = features(params, config, patches_SP, [grids[i] for i in order])
+    own = in_order(adapters, order)
+    rows = features(params, config, patches_SP, [grids[i] for i in order], own)
     owned = owned_rows(rows, [grids[i][0] * grids[i][1] for i in order])
     return [own for _, own in sorted(zip(order, owned, strict=True), key=itemgetter(0))]
 
@@ -195,20 +202,22 @@ def features(
     config: PixtralVision,
     patches_SP: Tensor,
     grids: Sequence[tuple[int, int]],
+    adapters: ItemAdapters | None = None,
 ) -> Tensor:
     """The projected rows of all items, one behind the other."""
+    own = spread(adapters, [h * w for h, w in grids])
     h_SD = rms_norm(F.linear(patches_SP.to(params.patch_DP), params.patch_DP), params.norm_D, EPS)
     turn = rotary(config, grids, h_SD.device)
     runs = runs_of([(1, h, w) for h, w in grids])
     for layer in params.layers:
-        qkv = affine(rms_norm(h_SD, layer.norm1_D, EPS), layer.qkv)
+        qkv = affine(rms_norm(h_SD, layer.norm1_D, EPS), layer.qkv, own)
         q_SNH, k_SNH, v_SNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(1)
         o_SD = attend(turned(q_SNH, turn), turned(k_SNH, turn), v_SNH, runs)
-        h_SD = h_SD + affine(o_SD, layer.out)
-        gate, up = affine(rms_norm(h_SD, layer.norm2_D, EPS), layer.gate_up).chunk(2, dim=-1)
-        h_SD = h_SD + affine(ACTIVATIONS[config.activation](gate) * up, layer.down)
-    x = ACTIVATIONS[config.projector_activation](affine(h_SD, params.first))
-    return affine(x, params.second)
+        h_SD = h_SD + affine(o_SD, layer.out, own)
+        gate, up = affine(rms_norm(h_SD, layer.norm2_D, EPS), layer.gate_up, own).chunk(2, dim=-1)
+        h_SD = h_SD + affine(ACTIVATIONS[config.activation](gate) * up, layer.down, own)
+    x = ACTIVATIONS[config.projector_activation](affine(h_SD, params.first, own))
+    return affine(x, params.second, own)
 
 
 def rotary(config: PixtralVision, grids: Sequence[tuple[int, int]], device: torch.device) -> Tensor:

@@ -4,6 +4,7 @@ S patches of all items, U blocks of merge x merge of them, which are kept togeth
 language model's), N heads, H head size, E rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -24,10 +25,12 @@ from purestep.models.qwen_patches import (
     block_order,
     encode_by_length,
     grid_of,
+    length_order,
     rotary,
     runs_of,
     turned,
 )
+from purestep.models.tower_rows import ItemAdapters, in_order, spread
 from purestep.models.vision import Shapes, Tensors, VisionFamily
 from purestep.models.vit import (
     ACTIVATIONS,
@@ -143,15 +146,23 @@ def load_params(config: Qwen25Vision, tensors: dict[str, Tensor]) -> Qwen25Visio
 
 
 def encode(
-    params: Qwen25VisionParams, config: Qwen25Vision, items: Sequence[Tensors]
+    params: Qwen25VisionParams,
+    config: Qwen25Vision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
+    own = in_order(adapters, length_order(items))
     return encode_by_length(
-        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids)
+        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids, own)
     )
 
 
 def features(
-    params: Qwen25VisionParams, config: Qwen25Vision, pixels_SP: Tensor, grids: Sequence[Grid]
+    params: Qwen25VisionParams,
+    config: Qwen25Vision,
+    pixels_SP: Tensor,
+    grids: Sequence[Grid],
+    adapters: ItemAdapters | None = None,
 ) -> Tensor:
     """The rows of all items, one behind the other: [E, D].
 
@@ -159,6 +170,9 @@ def features(
     layers that see whole pictures take them back to theirs."""
     unit, device = config.merge_size**2, params.patch_DP.device
     order_U, windows = window_order(grids, config.merge_size, config.window)
+    counts = [math.prod(grid) for grid in grids]
+    own = spread(adapters, counts, (order_U[:, None] * unit + np.arange(unit)).flatten())
+    merging = spread(adapters, [count // unit for count in counts], order_U)
     order_U = torch.from_numpy(order_U).to(device)
     order_S = (order_U[:, None] * unit + torch.arange(unit, device=device)).flatten()
     back_U, back_S = order_U.argsort(), order_S.argsort()
@@ -167,18 +181,19 @@ def features(
     pictures = runs_of(grids)
     h_SD = F.linear(pixels_SP.to(params.patch_DP), params.patch_DP)[order_S]
     for i, layer in enumerate(params.layers):
-        qkv = affine(rms_norm(h_SD, layer.norm1_D, EPS), layer.qkv)
+        qkv = affine(rms_norm(h_SD, layer.norm1_D, EPS), layer.qkv, own)
         q_SNH, k_SNH, v_SNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(1)
         heads = turned(q_SNH, turn), turned(k_SNH, turn), v_SNH
         if i in config.full_layers:
             o_SD = attend(*(x_SNH[back_S] for x_SNH in heads), pictures)[order_S]
         else:
             o_SD = attend(*heads, windows)
-        h_SD = h_SD + affine(o_SD, layer.out)
-        gate, up = affine(rms_norm(h_SD, layer.norm2_D, EPS), layer.gate_up).chunk(2, dim=-1)
-        h_SD = h_SD + affine(ACTIVATIONS[config.activation](gate) * up, layer.down)
+        h_SD = h_SD + affine(o_SD, layer.out, own)
+        gate, up = affine(rms_norm(h_SD, layer.norm2_D, EPS), layer.gate_up, own).chunk(2, dim=-1)
+        h_SD = h_SD + affine(ACTIVATIONS[config.activation](gate) * up, layer.down, own)
     x = rms_norm(h_SD, params.merge_norm_D, EPS).reshape(-1, config.width * unit)
-    return affine(F.gelu(affine(x, params.merge_up)), params.merge_down)[back_U]
+    x = F.gelu(affine(x, params.merge_up, merging))
+    return affine(x, params.merge_down, merging)[back_U]
 
 
 def window_order(grids: Sequence[Grid], merge: int, window: int) -> tuple[np.ndarray, Runs]:

@@ -3,6 +3,7 @@
 S patches of all items, D width (or the language model's), N heads, H head size, E rows.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -18,10 +19,12 @@ from purestep.models.qwen_patches import (
     block_order,
     encode_by_length,
     grid_of,
+    length_order,
     rotary,
     runs_of,
     turned,
 )
+from purestep.models.tower_rows import ItemAdapters, in_order, spread
 from purestep.models.vision import Shapes, Tensors, VisionFamily
 from purestep.models.vit import (
     ACTIVATIONS,
@@ -121,30 +124,41 @@ def load_params(config: Qwen2Vision, tensors: dict[str, Tensor]) -> Qwen2VisionP
 
 
 def encode(
-    params: Qwen2VisionParams, config: Qwen2Vision, items: Sequence[Tensors]
+    params: Qwen2VisionParams,
+    config: Qwen2Vision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
+    own = in_order(adapters, length_order(items))
     return encode_by_length(
-        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids)
+        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids, own)
     )
 
 
 def features(
-    params: Qwen2VisionParams, config: Qwen2Vision, pixels_SP: Tensor, grids: Sequence[Grid]
+    params: Qwen2VisionParams,
+    config: Qwen2Vision,
+    pixels_SP: Tensor,
+    grids: Sequence[Grid],
+    adapters: ItemAdapters | None = None,
 ) -> Tensor:
     """The rows of all items, one behind the other: [E, D]."""
+    unit, counts = config.merge_size**2, [math.prod(grid) for grid in grids]
+    own = spread(adapters, counts)
+    merging = spread(adapters, [count // unit for count in counts])
     h_SD = F.linear(pixels_SP.to(params.patch_DP), params.patch_DP)
     place_2S = block_order(config.patches, grids, h_SD.device)
     turn = rotary(config.patches, config.width // config.num_heads, place_2S)
     runs = runs_of(grids)
     for layer in params.layers:
-        qkv = affine(layer_norm(h_SD, layer.norm1, EPS), layer.qkv)
+        qkv = affine(layer_norm(h_SD, layer.norm1, EPS), layer.qkv, own)
         q_SNH, k_SNH, v_SNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(1)
         o_SD = attend(turned(q_SNH, turn), turned(k_SNH, turn), v_SNH, runs)
-        h_SD = h_SD + affine(o_SD, layer.out)
-        x = affine(layer_norm(h_SD, layer.norm2, EPS), layer.up)
-        h_SD = h_SD + affine(ACTIVATIONS[config.activation](x), layer.down)
-    x = layer_norm(h_SD, params.merge_norm, EPS).reshape(-1, config.width * config.merge_size**2)
-    return affine(F.gelu(affine(x, params.merge_up)), params.merge_down)
+        h_SD = h_SD + affine(o_SD, layer.out, own)
+        x = affine(layer_norm(h_SD, layer.norm2, EPS), layer.up, own)
+        h_SD = h_SD + affine(ACTIVATIONS[config.activation](x), layer.down, own)
+    x = layer_norm(h_SD, params.merge_norm, EPS).reshape(-1, config.width * unit)
+    return affine(F.gelu(affine(x, params.merge_up, merging)), params.merge_down, merging)
 
 
 QWEN2_VL = VisionFamily(

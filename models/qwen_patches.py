@@ -138,12 +138,17 @@ def encode_by_length(
     sequences of equal length stand side by side."""
     if not items:
         return []
-    grids = [grid_of(item) for item in items]
-    order = sorted(range(len(items)), key=lambda i: grids[i][1] * grids[i][2])
+    grids, order = [grid_of(item) for item in items], length_order(items)
     pixels_SP = torch.cat([items[i]["pixel_values"] for i in order])
     counts = [math.prod(grids[i]) // patches.merge_size**2 for i in order]
     rows = owned_rows(features(pixels_SP, [grids[i] for i in order]), counts)
     return [own for _, own in sorted(zip(order, rows, strict=True), key=itemgetter(0))]
+
+
+def length_order(items: Sequence[Tensors]) -> list[int]:
+    """The items in the order in which `encode_by_length` lays them out."""
+    grids = [grid_of(item) for item in items]
+    return sorted(range(len(items)), key=lambda i: grids[i][1] * grids[i][2])
 
 
 def runs_of(grids: Sequence[Grid]) -> Runs:

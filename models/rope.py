@@ -101,12 +101,14 @@ def rope_table(
     """cos_TC and sin_TC of every token, computed in float32, once for all layers.
 
     With `position_3T` (M-RoPE: Qwen2-VL, Wang et al. 2024) the first `rope.sections[0]` pairs of
-    channels turn by its first row, the next ones by the second, the last ones by the third. Where
-    the three are equal, the values are those of `position_T`, bit for bit.
+    channels turn by its first row, the next ones by the second, the last ones by the third; where
+    they are interleaved (Qwen3-VL), pairs take turns, and the first row has those that are left.
+    Where the three are equal, the values are those of `position_T`, bit for bit.
     """
     position = position_T[:, None]
     if position_3T is not None:
-        position = position_3T[_row_of_pair(rope.sections, position_3T.device)].T
+        row_of_pair = _row_of_pair(rope.sections, rope.interleaved, position_3T.device)
+        position = position_3T[row_of_pair].T
     angle = position.float() * inv_freq(rope, head_dim, position_T.device)
     angle_TC = torch.cat((angle, angle), dim=-1)
     cos_TC, sin_TC = angle_TC.cos(), angle_TC.sin()
@@ -114,9 +116,14 @@ def rope_table(
 
 
 @cache
-def _row_of_pair(sections: tuple[int, ...], device: torch.device) -> Tensor:
+def _row_of_pair(sections: tuple[int, ...], interleaved: bool, device: torch.device) -> Tensor:
     """Which of the three positions turns each pair of channels: int64 [C / 2]."""
     with torch.inference_mode(False):
+        if interleaved:
+            row = torch.zeros(sum(sections), dtype=torch.int64, device=device)
+            for n in (1, 2):
+                row[n : 3 * sections[n] : 3] = n
+            return row
         return torch.arange(3, device=device).repeat_interleave(
             torch.tensor(sections, device=device)
         )

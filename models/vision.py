@@ -5,11 +5,13 @@ E encoder rows of an item, D hidden size of the language model, n positions of a
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from torch import Tensor
 from transformers import PretrainedConfig
+
+from purestep.models.tower_rows import ItemAdapters
 
 Tensors = Mapping[str, Tensor]  # the processor's tensors of one item, without a batch dimension
 Shapes = dict[str, tuple[int, ...]]  # by the tensors' names in a checkpoint
@@ -32,9 +34,12 @@ class VisionFamily:
     # (config, item, words) -> (ids int32 [n], is_embed bool [n] or None): what replaces the marker;
     # of `words` it asks for the texts that stand between an item's rows
     placeholder: Callable[[Any, Tensors, Words], tuple[np.ndarray, np.ndarray | None]]
-    # (params, config, items) -> one [E, D] tensor an item, which owns its memory, on the device of
-    # the params; whatever shapes stand beside it
-    encode: Callable[[Any, Any, Sequence[Tensors]], list[Tensor]]
+    # (config, item) -> what stands in the text before and behind the placeholder, which a tokenizer
+    # may join with the words beside it
+    around: Callable[[Any, Tensors], tuple[str, str]] = lambda config, item: ("", "")
+    # (params, config, items, adapters) -> one [E, D] tensor an item, which owns its memory, on the
+    # device of the params; whatever shapes and adapters stand beside it
+    encode: "Encode"
     # (config, the image processor's settings) -> the item with the most rows that they allow
     largest: Callable[[Any, Mapping[str, Any]], Tensors]
     # (config, the settings, E) -> items, at least one, that take as much memory as any that a step
@@ -45,7 +50,24 @@ class VisionFamily:
     # With M-RoPE: (config, item) -> patches (t, h, w), and the patches a side of what is one row
     grid: Callable[[Any, Tensors], tuple[int, int, int] | None] = lambda config, item: None
     merge: Callable[[Any], int] = lambda config: 0
+    # config -> the decoder layers behind which rows are added too, each by D numbers more of a row:
+    # rows are then [E, (1 + that) D] wherever [E, D] is said
+    deepstack: Callable[[Any], int] = lambda config: 0
+    # config -> shapes by name of linears that a checkpoint's tower has and `encode` never runs
+    spare: Callable[[Any], Shapes] = lambda config: {}
     bidirectional: bool = False  # rows that stand side by side see each other in the decoder
+
+
+class Encode(Protocol):
+    """The type of `VisionFamily.encode`."""
+
+    def __call__(
+        self,
+        params: Any,
+        config: Any,
+        items: Sequence[Tensors],
+        adapters: ItemAdapters | None = None,
+    ) -> list[Tensor]: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)

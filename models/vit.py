@@ -12,9 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from purestep.models.tower_rows import ItemAdapters, RowAdapters, add_adapters_, spread
 from purestep.models.vision import Shapes, working_numbers
 from purestep.state.errors import CheckpointError
-from purestep.state.pytree import tree
+from purestep.state.pytree import static, tree
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
     "gelu": F.gelu,
@@ -33,6 +34,7 @@ UNREAD = (  # the layers above the one whose states are taken, and what pools th
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VitConfig:
     class_token: bool  # CLIP: a class token, a norm before the layers, no bias on the patches
+    depth: int  # layers of the checkpoint
     taken: tuple[int, ...]  # the hidden states handed out, side by side; 0 is what the layers get
     hidden_size: int
     intermediate_size: int
@@ -55,8 +57,11 @@ class VitConfig:
 
 @tree
 class Affine:
+    """A linear, or a norm. Adapters know a linear by its children's names in a checkpoint."""
+
     weight_OD: Tensor
     bias_O: Tensor | None
+    names: tuple[str, ...] = static(default=())
 
 
 @tree
@@ -98,6 +103,7 @@ def vit_config(hf: PretrainedConfig, taken: int | list[int]) -> VitConfig:
         )
     return VitConfig(
         class_token=hf.model_type == "clip_vision_model",
+        depth=hf.num_hidden_layers,
         taken=tuple(i % states for i in chosen),
         hidden_size=hf.hidden_size,
         intermediate_size=hf.intermediate_size,
@@ -121,7 +127,7 @@ def known_activation(name: str) -> str:
 
 
 def vit_shapes(config: VitConfig) -> Shapes:
-    D, wide, p = config.hidden_size, config.intermediate_size, config.patch_size
+    D, p = config.hidden_size, config.patch_size
     shapes: Shapes = {
         "vision_tower.embeddings.patch_embedding.weight": (D, config.num_channels, p, p),
         "vision_tower.embeddings.position_embedding.weight": (config.num_tokens, D),
@@ -133,13 +139,24 @@ def vit_shapes(config: VitConfig) -> Shapes:
         shapes["vision_tower.embeddings.patch_embedding.bias"] = (D,)
     for i in range(config.num_layers):
         layer = f"vision_tower.encoder.layers.{i}"
-        for name in ("q_proj", "k_proj", "v_proj", "out_proj"):
-            shapes |= affine_shapes(f"{layer}.self_attn.{name}", D, D)
-        shapes |= affine_shapes(f"{layer}.layer_norm1", D)
-        shapes |= affine_shapes(f"{layer}.layer_norm2", D)
-        shapes |= affine_shapes(f"{layer}.mlp.fc1", wide, D)
-        shapes |= affine_shapes(f"{layer}.mlp.fc2", D, wide)
+        for name in ("layer_norm1", "layer_norm2"):
+            shapes |= affine_shapes(f"{layer}.{name}", D)
+        for name, size in _linears(config, i).items():
+            shapes |= affine_shapes(name, *size)
     return shapes
+
+
+def vit_spare(config: VitConfig) -> Shapes:
+    """The linears of the layers above those that are run."""
+    above = range(config.num_layers, config.depth)
+    return {name: size for i in above for name, size in _linears(config, i).items()}
+
+
+def _linears(config: VitConfig, i: int) -> Shapes:
+    D, wide = config.hidden_size, config.intermediate_size
+    sizes = {f"self_attn.{name}_proj": (D, D) for name in ("q", "k", "v", "out")}
+    sizes |= {"mlp.fc1": (wide, D), "mlp.fc2": (D, wide)}
+    return {f"vision_tower.encoder.layers.{i}.{name}": size for name, size in sizes.items()}
 
 
 def affine_shapes(name: str, *size: int, bias: bool = True) -> Shapes:
@@ -175,12 +192,17 @@ def affine_of(tensors: dict[str, Tensor], *names: str) -> Affine:
     weights = [tensors.pop(f"{name}.weight") for name in names]
     biases = [bias for name in names if (bias := tensors.pop(f"{name}.bias", None)) is not None]
     if len(names) == 1:
-        return Affine(weight_OD=weights[0], bias_O=biases[0] if biases else None)
-    return Affine(weight_OD=torch.cat(weights), bias_O=torch.cat(biases) if biases else None)
+        return Affine(weight_OD=weights[0], bias_O=biases[0] if biases else None, names=names)
+    bias_O = torch.cat(biases) if biases else None
+    return Affine(weight_OD=torch.cat(weights), bias_O=bias_O, names=names)
 
 
-def vit(params: VitParams, config: VitConfig, pixels_BCSS: Tensor) -> Tensor:
-    """The taken hidden states of every token: [B, L, D * how many are taken]."""
+def vit(
+    params: VitParams, config: VitConfig, pixels_BCSS: Tensor, adapters: ItemAdapters | None = None
+) -> Tensor:
+    """The taken hidden states of every token: [B, L, D * how many are taken]. `adapters` are those
+    of the B images."""
+    own = spread(adapters, [config.num_tokens] * len(pixels_BCSS))
     g, p = config.image_size // config.patch_size, config.patch_size
     pixels = pixels_BCSS[:, :, : g * p, : g * p].unflatten(3, (g, p)).unflatten(2, (g, p))
     patches_BLP = pixels.permute(0, 2, 4, 1, 3, 5).reshape(len(pixels), g * g, -1)
@@ -192,25 +214,31 @@ def vit(params: VitParams, config: VitConfig, pixels_BCSS: Tensor) -> Tensor:
         h_BLD = layer_norm(h_BLD, params.norm, config.norm_eps)
     taken = {0: h_BLD}
     for i, layer in enumerate(params.layers, 1):
-        h_BLD = vit_layer(layer, config, h_BLD)
+        h_BLD = vit_layer(layer, config, h_BLD, own)
         if i in config.taken:
             taken[i] = h_BLD
     return torch.cat([taken[i] for i in config.taken], dim=-1)
 
 
-def vit_layer(layer: VitLayer, config: VitConfig, h_BLD: Tensor) -> Tensor:
+def vit_layer(
+    layer: VitLayer, config: VitConfig, h_BLD: Tensor, adapters: RowAdapters | None
+) -> Tensor:
     x_BLD = layer_norm(h_BLD, layer.norm1, config.norm_eps)
-    qkv = affine(x_BLD, layer.qkv).unflatten(-1, (3, config.num_heads, -1))
+    qkv = affine(x_BLD, layer.qkv, adapters).unflatten(-1, (3, config.num_heads, -1))
     q_BNLH, k_BNLH, v_BNLH = qkv.permute(2, 0, 3, 1, 4)
     o_BNLH = F.scaled_dot_product_attention(q_BNLH, k_BNLH, v_BNLH)
-    h_BLD = h_BLD + affine(o_BNLH.transpose(1, 2).flatten(2), layer.out)
+    h_BLD = h_BLD + affine(o_BNLH.transpose(1, 2).flatten(2), layer.out, adapters)
     x_BLD = layer_norm(h_BLD, layer.norm2, config.norm_eps)
-    x_BLF = ACTIVATIONS[config.activation](affine(x_BLD, layer.up))
-    return h_BLD + affine(x_BLF, layer.down)
+    x_BLF = ACTIVATIONS[config.activation](affine(x_BLD, layer.up, adapters))
+    return h_BLD + affine(x_BLF, layer.down, adapters)
 
 
-def affine(x: Tensor, w: Affine) -> Tensor:
-    return F.linear(x, w.weight_OD, w.bias_O)
+def affine(x: Tensor, w: Affine, adapters: RowAdapters | None = None) -> Tensor:
+    """x W^T + bias, and of each row its own adapter's delta."""
+    y = F.linear(x, w.weight_OD, w.bias_O)
+    if adapters is not None:
+        add_adapters_(y, x, w.names, adapters)
+    return y
 
 
 def layer_norm(x: Tensor, w: Affine, eps: float) -> Tensor:

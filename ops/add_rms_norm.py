@@ -10,32 +10,40 @@ from purestep.ops import native
 
 
 def add_rms_norm(
-    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
+    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float, inner_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(h + y, its RMS norm times the weight), both [T, D]; without `y` h itself and its norm.
 
     `y` is [T, D] in h's format or fp32 addends [n, T, D], which are summed in order and rounded
     once. Normed in fp32, cast back, then scaled: the order of transformers, which shows in bf16.
+    With `inner_D`, the weight of a norm that Gemma has there, `y` is normed before it is added.
     """
     if h_TD.is_cuda:
         from purestep.ops.kernels.elementwise import add_rms_norm as launch
 
-        return launch(h_TD, y, weight_D, eps)
-    addends = () if y is None else (y,)
-    if native.takes(h_TD, weight_D, *addends) and all(y.shape == h_TD.shape for y in addends):
+        return launch(h_TD, y, weight_D, eps, inner_D)
+    given = [x for x in (y, inner_D) if x is not None]
+    if native.takes(h_TD, weight_D, *given) and (y is None or y.shape == h_TD.shape):
+        if y is not None and inner_D is not None:
+            _, y = native.add_rms_norm(y, None, inner_D, eps)
         return native.add_rms_norm(h_TD, y, weight_D, eps)
-    return add_rms_norm_ref(h_TD, y, weight_D, eps)
+    return add_rms_norm_ref(h_TD, y, weight_D, eps, inner_D)
 
 
 def add_rms_norm_ref(
-    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
+    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float, inner_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """The specification, in plain torch; also what runs without a GPU or a compiler."""
     if y is not None:
-        h_TD = h_TD + joined(y, h_TD.dtype)
+        y_TD = joined(y, h_TD.dtype)
+        h_TD = h_TD + (y_TD if inner_D is None else _normed(y_TD, inner_D, eps))
+    return h_TD, _normed(h_TD, weight_D, eps)
+
+
+def _normed(h_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x_TD = h_TD.float() if h_TD.dtype != torch.float64 else h_TD
     normed_TD = x_TD * torch.rsqrt(x_TD.pow(2).mean(-1, keepdim=True) + eps)
-    return h_TD, weight_D * normed_TD.to(h_TD.dtype)
+    return weight_D * normed_TD.to(h_TD.dtype)
 
 
 def joined(y: Tensor, dtype: torch.dtype) -> Tensor:

@@ -75,7 +75,7 @@ def shrunk_linear(
     out_sizes: Sequence[int],
 ) -> tuple[Tensor, Shrunk | None]:
     """As `lora_linear` for slices of widths `out_sizes`, but on a GPU without the deltas' second
-    half, which is for whoever reads the product: `rope_write_` and `silu_mul` take it. One launch
+    half, which is for whoever reads the product: `rope_write_` and `gated_mul` take it. One launch
     less, and the product is not written and read once more."""
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes), None
@@ -125,8 +125,25 @@ def lora_linear_ref(
 ) -> Tensor:
     """The specification, in plain torch; also what runs without a GPU or a compiler."""
     y_TO = F.linear(x_TD, w_OD, bias_O)
-    if deltas is None:
-        return y_TO
+    if deltas is not None:
+        _add_ref_(y_TO, x_TD, deltas, out_sizes)
+    return y_TO
+
+
+def lora_add_tiles_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
+    """Add each token's own delta to a product of slices `out_sizes`, in place, and nothing to those
+    without an adapter: as `lora_linear` does, for products that are made elsewhere. Contiguous."""
+    if x_TD.is_cuda:
+        from purestep.ops.kernels.deltas import add_slices_
+
+        add_slices_(y_TO, x_TD, deltas, out_sizes)
+    elif native.takes(y_TO, x_TD):
+        native.add_deltas_(y_TO, x_TD, *deltas, out_sizes)
+    else:
+        _add_ref_(y_TO, x_TD, deltas, out_sizes)
+
+
+def _add_ref_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
     tiles = zip(deltas.token_XI, deltas.span_X2[1:].tolist(), strict=True)
     for token_I, (low, high) in tiles:
         row_e, token_t = deltas.row_E[low * CHUNK : high * CHUNK], token_I[token_I >= 0]
@@ -135,7 +152,6 @@ def lora_linear_ref(
         slices = deltas.b_PO[row_e].split_with_sizes(list(out_sizes), 1)
         if len(row_e):
             y_TO[token_t] += torch.cat([h @ b for h, b in zip(parts, slices, strict=True)], 1)
-    return y_TO
 
 
 def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Tensor:

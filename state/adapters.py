@@ -28,7 +28,8 @@ class AdapterInfo:
     rank: int  # the largest over its modules
     nbytes: int  # of the tensors as stored
     modules: tuple[str, ...]
-    linears: tuple[str, ...] = ()  # names of the linears its modules belong to, sorted
+    # Names of the linears its modules belong to, sorted; all those of a tower are `tower`.
+    linears: tuple[str, ...] = ()
 
     @property
     def num_row_blocks(self) -> int:
@@ -113,6 +114,12 @@ def resolve(ledger: AdapterLedger, name: str | None, who: str) -> tuple[str | No
     raise UnknownAdapterError(
         f"{who}: no adapter is called {name!r}; known are {known_names(ledger)}"
     )
+
+
+def encoder_version(ledger: AdapterLedger, version: str | None) -> str | None:
+    """The version itself if its adapter changes what encoders make of media, else None: then they
+    make the same as for the base model."""
+    return version if version and "tower" in ledger.registered[version].linears else None
 
 
 def add_source(ledger: AdapterLedger, name: str, source: str) -> AdapterLedger:

@@ -139,6 +139,9 @@ def _from_plain(plain: Any) -> Any:
 
 
 def digest(host: HostState) -> str:
-    """64 hex digits naming the value of a host state; equal states have equal digests."""
+    """64 hex digits naming the value of a host state; equal states have equal digests.
+
+    Raises TypeError for a state in which somebody has put what none may hold.
+    """
     text = json.dumps(to_plain(host), sort_keys=True, separators=(",", ":"))
     return blake3(framed("purestep/host/1", text.encode())).hexdigest()

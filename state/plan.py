@@ -30,6 +30,7 @@ class BatchDescriptor:
 
     @property
     def has_lora(self) -> bool:
+        """Whether any row has an adapter."""
         return self.num_active_loras > 0
 
 
@@ -73,7 +74,7 @@ class EncodedItem:
     identifier: str
     blob: str  # digest of its processed tensors
     modality: str
-    version: str | None  # of the adapter on the encoder; None = base
+    version: str | None  # of the adapter on the encoder, one of `residents`; None = base
     num_embeds: int
     keep: bool  # behind this step, or for it alone
 
@@ -87,6 +88,7 @@ class MergedSpan:
     modality: str
     first_row: int
     index_E: np.ndarray  # int32, places among the plan's tokens
+    version: str | None = None  # as of the item
 
 
 @tree
@@ -113,8 +115,8 @@ class Overwrites:
 
 @tree
 class StepPlan:
-    """Everything the device will do, in this order: encoder outputs dropped, items encoded,
-    adapters uploaded, blocks copied, one forward pass."""
+    """Everything the device will do, in this order: encoder outputs dropped, adapters uploaded,
+    items encoded, blocks copied, one forward pass."""
 
     step: int
     descriptor: BatchDescriptor

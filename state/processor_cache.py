@@ -44,7 +44,7 @@ class ProcessorCache:
 
 
 def empty_processor_cache(max_bytes: int) -> ProcessorCache:
-    """A cache that holds nothing yet. Raises ConfigError."""
+    """A cache that holds nothing yet. Raises ConfigError for what is no number of bytes."""
     if not is_int(max_bytes) or max_bytes < 0:
         raise ConfigError(f"max_bytes={max_bytes!r} of a processor cache must be an integer >= 0")
     return ProcessorCache(

@@ -9,17 +9,18 @@ import numpy as np
 from immutables import Map
 
 from purestep.state.errors import RequestError, SamplingError
+from purestep.state.identity import identifier
 from purestep.state.media import Feature, checked_features, embed_runs
 from purestep.state.pytree import tree
 from purestep.state.sampling import (
     LARGEST_INT,
     LogitEdits,
     SamplingParams,
-    check_sampling,
     is_int,
     is_list,
     is_unicode,
 )
+from purestep.state.sampling_rules import check_sampling
 from purestep.state.scores import Scores
 
 
@@ -55,7 +56,8 @@ class Request:
 
 def for_adapters(request: Request, adapters: Sequence[str | None]) -> list[Request]:
     """One prompt for many adapters: the request once for each, called `id/adapter` (`id/` for the
-    base model). What was prepared for it (tokens, media) is shared and not prepared again."""
+    base model). What was prepared for it (tokens, media) is shared and not prepared again. Raises
+    nothing: an adapter that nobody knows is refused by `submit`."""
     return [replace(request, id=f"{request.id}/{a or ''}", adapter=a) for a in adapters]
 
 
@@ -102,7 +104,8 @@ class Completion:
 
 
 def logprob_dicts(completion: Completion) -> list[dict[int, float]]:
-    """id -> logprob for each generated token: the chosen one first, then the k likeliest."""
+    """id -> logprob for each generated token: the chosen one first, then the k likeliest. Raises
+    nothing."""
     G = len(completion.tokens)
     tops = completion.top_ids, completion.top_logprobs
     ids_GK, logprobs_GK = tops if completion.top_ids is not None else _no_tops(G)
@@ -165,6 +168,7 @@ class RequestState:
     arrival: int
     queued_at: int  # the step before which it came into the queue, at first or once more
     version: str | None  # adapter version, bound when the adapter is there; None for base
+    encoder_version: str | None  # the same, if the adapter changes encoders; else None
     loading: bool  # waits for its adapter; has no version and no digests
     seed: int  # the request's own, or one derived from the engine's seed and the request's id
     stream: int  # of its noise; unsigned 64 bit
@@ -190,6 +194,16 @@ class RequestState:
     tops: tuple[Scores, ...]  # of `generated`, where asked for
     prompt_scores: tuple[Scores, ...]  # of prompt tokens 1 onwards, as far as they are known
     hidden: tuple[np.ndarray, ...]  # float32 [layers asked for, n, D] of positions 0 onwards
+
+    @property
+    def features(self) -> tuple[Feature, ...]:
+        """The request's, with the names of the encoder outputs that it gets."""
+        if self.encoder_version is None:
+            return self.request.features
+        return tuple(
+            replace(f, identifier=identifier(f.digest, self.encoder_version))
+            for f in self.request.features
+        )
 
     @property
     def digests(self) -> tuple[bytes, ...]:

@@ -7,7 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from bench import batch_file, cpu_generate, gpu_ops, host_step, image_prefill, loading
+from bench import (
+    batch_file,
+    cpu_generate,
+    gpu_engine,
+    gpu_ops,
+    host_step,
+    image_prefill,
+    loading,
+)
+from bench.gpu_trace import idle_of
 from bench.report import Figure
 
 
@@ -51,6 +60,24 @@ def test_gpu_ops_smoke(tmp_path: Path) -> None:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     assert {"gpu_ops/copy", "gpu_ops/lora/qkv/rows8/adapters8"} <= {x["figure"] for x in lines}
     assert all(line["value"] is not None and line["device"] for line in lines)
+
+
+def test_gpu_engine_smoke(tmp_path: Path) -> None:
+    """Without a GPU it runs a tiny model; both drivers have figures of their own."""
+    file = tmp_path / "figures.json"
+    options = ["--rounds", "1", "--only", "W2", "--cases", "base", "--drivers", "ahead", "plain"]
+    gpu_engine.main(["--smoke", "--json", str(file), *options])
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    names = {"start", "base", "base/step", "base/plain", "base/plain/step"}
+    assert {f"gpu_engine/W2/{name}" for name in names} <= {line["figure"] for line in lines}
+
+
+def test_idle_between_steps_is_told_from_idle_within() -> None:
+    """Kernels of two steps: 2 us idle in the first, then 3 and 4 around a copy, 1 in the second."""
+    spans = [("_add_norm", 0, 10), ("gemm", 12, 20), ("_join", 20, 21), ("Memcpy", 24, 25)]
+    spans += [("_add_norm", 29, 39), ("gemm", 35, 49), ("_join", 50, 51)]
+    found = idle_of(spans)
+    assert (found.between, found.within) == (7 / 51, 3 / 51)
 
 
 def test_a_missing_peer_is_skipped_by_name(

@@ -5,6 +5,8 @@ step's adapters in chunks of 16, X tiles of I tokens, Z splits of D, whose fp32 
 after the other. Tokens without an adapter fill tiles of their own, which meet no adapter rows.
 """
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -26,12 +28,15 @@ def tile_of(token_ptr, span_ptr, tile, BLOCK_T: tl.constexpr):
 
 @triton.jit
 def shrunk_of(h_row, here, at, h_slab, PARTS: tl.constexpr, DTYPE: tl.constexpr):
-    """Tokens times a chunk of their own rows of A: addends summed in order. Where a chunk has no
-    row, zeros were written."""
+    """Tokens times a chunk of their own rows of A: addends summed in a fixed order. Where a chunk
+    has no row, zeros were written."""
     h_ptrs = h_row[:, None] + (tl.arange(0, CHUNK) + at * CHUNK)[None, :]
-    h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
-    for part in tl.static_range(1, PARTS):
-        h += tl.load(h_ptrs + part * h_slab, mask=here[:, None], other=0.0)
+    if PARTS == 1:
+        h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
+    else:  # one block, so that it changes its layout once, where each addend else would
+        part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None, None]
+        live = here[None, :, None] & (part < PARTS)
+        h = tl.sum(tl.load(h_ptrs[None, :, :] + part * h_slab, mask=live, other=0.0), 0)
     return h.to(DTYPE)
 
 
@@ -212,6 +217,19 @@ def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
         num_warps=warps,
         num_stages=1,  # loops are short, and the pipeliner of triton 3.6 fails on this one
     )
+
+
+def add_slices_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
+    """Add deltas to a product of slices `out_sizes`, each as a product of one slice."""
+    if len(out_sizes) == 1:
+        expand_(y_TO, Shrunk(shrink(x_TD, deltas), deltas), x_TD.dtype)
+        return
+    slices = y_TO.split_with_sizes(list(out_sizes), 1)
+    rows = deltas.a_SPD, deltas.b_PO.split_with_sizes(list(out_sizes), 1)
+    for y_To, a_PD, b_Po in zip(slices, *rows, strict=True):
+        own, sum_To = deltas._replace(a_SPD=a_PD[None], b_PO=b_Po.contiguous()), y_To.contiguous()
+        expand_(sum_To, Shrunk(shrink(x_TD, own), own), x_TD.dtype)
+        y_To.copy_(sum_To)
 
 
 def expand_shape(BLOCK_T: int, wide: bool) -> tuple[int, int]:

@@ -25,6 +25,7 @@ def _gather(ptr, slab, offset, mask, PARTS: tl.constexpr, DTYPE: tl.constexpr):
 def _add_norm(
     h_ptr,
     y_ptr,
+    inner_ptr,
     weight_ptr,
     sum_ptr,
     x_ptr,
@@ -33,6 +34,7 @@ def _add_norm(
     eps,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
+    INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -42,7 +44,12 @@ def _add_norm(
     weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)
     h = tl.load(h_ptr + t * D + d, mask=live, other=0.0).to(tl.float32)
     if ADD:
-        h = (h + _gather(y_ptr, slab, t * D + d, live, PARTS, DTYPE)).to(DTYPE)
+        y = _gather(y_ptr, slab, t * D + d, live, PARTS, DTYPE)
+        if INNER:
+            inner = tl.load(inner_ptr + d, mask=live, other=0.0).to(tl.float32)
+            y = (y * tl.rsqrt(tl.sum(y * y, 0) / D + eps)).to(DTYPE).to(tl.float32)
+            y = (y * inner).to(DTYPE).to(tl.float32)
+        h = (h + y).to(DTYPE)
         tl.store(sum_ptr + t * D + d, h, mask=live)
         h = h.to(tl.float32)
     scale = tl.rsqrt(tl.sum(h * h, 0) / D + eps)
@@ -51,7 +58,7 @@ def _add_norm(
 
 
 def add_rms_norm(
-    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float
+    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float, inner_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     (T, D), x_TD = h_TD.shape, torch.empty_like(h_TD)
     sum_TD = h_TD if y is None else torch.empty_like(h_TD)
@@ -59,6 +66,7 @@ def add_rms_norm(
         _add_norm[(T,)](
             h_TD,
             h_TD if y is None else y,
+            weight_D if inner_D is None else inner_D,
             weight_D,
             sum_TD,
             x_TD,
@@ -67,6 +75,7 @@ def add_rms_norm(
             eps,
             PARTS=y.shape[0] if y is not None and y.dim() == 3 else 0,
             ADD=y is not None,
+            INNER=inner_D is not None,
             BLOCK=triton.next_power_of_2(D),
             DTYPE=FORMATS[h_TD.dtype],
             num_warps=8 if D > 2048 else 4,
@@ -75,12 +84,22 @@ def add_rms_norm(
 
 
 @triton.jit
-def _silu_mul(
+def activated(gate, GELU: tl.constexpr, DTYPE: tl.constexpr):
+    """silu, or gelu by tanh: 1 + tanh(z) is 2 / (1 + exp(-2z)). Rounded to the model's format."""
+    z = gate
+    if GELU:
+        z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate)
+    return (gate / (1.0 + tl.exp(-z))).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _gated_mul(
     y_ptr,
     o_ptr,
     slab,
     F,
     PARTS: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
 ):
@@ -88,21 +107,22 @@ def _silu_mul(
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = _gather(y_ptr, slab, t * 2 * F + f, f < F, PARTS, DTYPE)
     up = _gather(y_ptr, slab, t * 2 * F + F + f, f < F, PARTS, DTYPE)
-    active = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    active = activated(gate, GELU, DTYPE)
     tl.store(o_ptr + t * F + f, (active * up).to(DTYPE), mask=f < F)
 
 
-def silu_mul(y: Tensor, dtype: torch.dtype) -> Tensor:
+def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool = False) -> Tensor:
     T, F = y.shape[-2], y.shape[-1] // 2
     o_TF = torch.empty((T, F), dtype=dtype, device=y.device)
     BLOCK = 1024
     if T:
-        _silu_mul[(T, triton.cdiv(F, BLOCK))](
+        _gated_mul[(T, triton.cdiv(F, BLOCK))](
             y,
             o_TF,
             T * 2 * F,
             F,
             PARTS=y.shape[0] if y.dim() == 3 else 0,
+            GELU=gelu,
             BLOCK=BLOCK,
             DTYPE=FORMATS[dtype],
         )

@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.ops.kernels.deltas import CHUNK, FORMATS, shrunk_of, tile_of
+from purestep.ops.kernels.elementwise import activated
 from purestep.ops.lora_linear import Shrunk
 
 REGISTERS = 64  # of a thread: so many programs run at once that their waits for memory overlap
@@ -24,7 +25,7 @@ def _sum(ptr, slab, offset, mask, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _silu_mul(
+def _gated_mul(
     y_ptr,
     o_ptr,
     h_ptr,
@@ -38,6 +39,7 @@ def _silu_mul(
     h_slab,
     PARTS: tl.constexpr,
     H_PARTS: tl.constexpr,
+    GELU: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_N: tl.constexpr,
     EVEN: tl.constexpr,
@@ -70,22 +72,22 @@ def _silu_mul(
         b = tl.load(b_ptrs + F, mask=b_mask, other=0.0)
         up = tl.dot(h, b, up, input_precision=PRECISION)
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
-    active = (gate / (1.0 + tl.exp(-gate))).to(DTYPE).to(tl.float32)
+    active = activated(gate, GELU, DTYPE)
     tl.store(o_ptr + t[:, None] * F + f[None, :], (active * up).to(DTYPE), mask=live)
 
 
-def silu_shape(BLOCK_T: int, wide: bool) -> tuple[int, int]:
+def gated_shape(BLOCK_T: int, wide: bool) -> tuple[int, int]:
     """(BLOCK_N, warps)."""
     return 32 if wide else 128 if BLOCK_T == 16 else 64, 4
 
 
-def silu_mul(y: Tensor, dtype: torch.dtype, shrunk: Shrunk) -> Tensor:
+def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool, shrunk: Shrunk) -> Tensor:
     h, deltas = shrunk
     T, F, wide = y.shape[-2], y.shape[-1] // 2, dtype == torch.float32
     o_TF = torch.empty((T, F), dtype=dtype, device=y.device)
     X, BLOCK_T = deltas.token_XI.shape
-    BLOCK_N, warps = silu_shape(BLOCK_T, wide)
-    _silu_mul[(triton.cdiv(F, BLOCK_N), X)](
+    BLOCK_N, warps = gated_shape(BLOCK_T, wide)
+    _gated_mul[(triton.cdiv(F, BLOCK_N), X)](
         y,
         o_TF,
         h,
@@ -97,6 +99,7 @@ def silu_mul(y: Tensor, dtype: torch.dtype, shrunk: Shrunk) -> Tensor:
         h.stride(0),
         PARTS=y.shape[0] if y.dim() == 3 else 0,
         H_PARTS=h.shape[0],
+        GELU=gelu,
         BLOCK_T=BLOCK_T,
         BLOCK_N=BLOCK_N,
         EVEN=F % BLOCK_N == 0,

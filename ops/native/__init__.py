@@ -18,7 +18,7 @@ _ARGUMENTS = {  # of each function of cpu.c, but for the number of threads
     "add_rms_norm": "pppppnnf",
     "rope_write": "pppppppnnnnnnf",
     "attend": "ppppppnnnnnnnnnf",
-    "silu_mul": "ppnn",
+    "gated_mul": "ppnnn",
     "greedy": "pppnn",
 }
 
@@ -127,10 +127,10 @@ def attend_(
     return _call("attend", *tensors, *sizes, window, scale)
 
 
-def silu_mul(y_TO: Tensor) -> Tensor:
+def gated_mul(y_TO: Tensor, gelu: bool) -> Tensor:
     T, F = y_TO.shape[0], y_TO.shape[1] // 2
     out_TF = torch.empty(T, F)
-    _call("silu_mul", y_TO, out_TF, T, F)
+    _call("gated_mul", y_TO, out_TF, T, F, int(gelu))
     return out_TF
 
 

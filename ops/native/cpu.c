@@ -402,8 +402,9 @@ i64 attend(const float *q, const float *kv, const i32 *start_R1, const i32 *cont
     return lone;
 }
 
-/* out[T, F] = silu(gate) up for y[T, 2F], gate and up side by side. */
-void silu_mul(const float *y, float *out, i64 T, i64 F, int threads) {
+/* out[T, F] = silu(gate) up for y[T, 2F], gate and up side by side; with `gelu` its form by tanh,
+   1 + tanh(z) being 2 / (1 + exp(-2z)). */
+void gated_mul(const float *y, float *out, i64 T, i64 F, i64 gelu, int threads) {
     PARALLEL(if (T * F > SMALL))
     for (i64 t = 0; t < T; t++) {
         const float *gate = y + 2 * t * F, *up = gate + F;
@@ -412,7 +413,8 @@ void silu_mul(const float *y, float *out, i64 T, i64 F, int threads) {
             i64 n = least(LANES, F - f);
             vec g = n == LANES ? load(gate + f) : load_some(gate + f, n, 0);
             vec u = n == LANES ? load(up + f) : load_some(up + f, n, 0);
-            vec z = g / (1.0f + exps(-g)) * u;
+            vec s = gelu ? 1.59576912f * (g + 0.044715f * g * g * g) : g;
+            vec z = g / (1.0f + exps(-s)) * u;
             memcpy(to + f, &z, 4 * n);
         }
     }

@@ -18,13 +18,23 @@ from purestep.engine import (
     make_program,
     schedule,
     step,
+    step_ahead,
     warm_up,
 )
 from purestep.engine.config import describe, has_graph
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.program import default_row_buckets
 from purestep.models.fused import decode_logits
-from tests.engine.tiny import prompt, request, run, submit_all, tiny_program, with_adapters
+from tests.engine.tiny import (
+    Driver,
+    gpu_twin,
+    prompt,
+    request,
+    run,
+    submit_all,
+    tiny_program,
+    with_adapters,
+)
 
 gpu = pytest.mark.gpu
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -189,8 +199,9 @@ def test_a_base_row_keeps_its_bits_beside_any_adapter() -> None:
 
 @gpu
 @needs_gpu
+@pytest.mark.parametrize("driver", [step, step_ahead], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "mistral"])
-def test_fp32_tokens_equal_those_of_a_cpu(family: str) -> None:
+def test_fp32_tokens_equal_those_of_a_cpu(family: str, driver: Driver) -> None:
     names = "abcd" if family == "llama" else ""
     wishes = [None, *names] if names else [None]
     requests = [
@@ -198,13 +209,9 @@ def test_fp32_tokens_equal_those_of_a_cpu(family: str) -> None:
         for n in range(8)
     ]
     cpu = tiny_program(family, max_batched_tokens=24)
-    on_gpu = torch.utils._pytree.tree_map(lambda t: None if t is None else t.cuda(), cpu.params)
-    program = make_program(
-        cpu.config.model, on_gpu, weights="w", dtype="float32", device="cuda", block_size=4,
-        num_blocks=64, max_rows=8, max_batched_tokens=24, max_active_adapters=4, lora_rows=64,
-    )  # fmt: skip
+    program = gpu_twin(cpu)
     _, want = run(cpu, with_adapters(cpu, names), requests)
-    _, got = run(program, with_adapters(program, names), requests)
+    _, got = run(program, with_adapters(program, names), requests, driver)
     for name, done in want.items():
         assert got[name].tokens.tolist() == done.tokens.tolist()
         np.testing.assert_allclose(got[name].logprobs, done.logprobs, atol=1e-4)
@@ -212,11 +219,12 @@ def test_fp32_tokens_equal_those_of_a_cpu(family: str) -> None:
 
 @gpu
 @needs_gpu
-def test_two_runs_give_identical_tokens_and_logprobs() -> None:
+@pytest.mark.parametrize("driver", [step, step_ahead], ids=lambda d: d.__name__)
+def test_two_runs_give_identical_tokens_and_logprobs(driver: Driver) -> None:
     wishes = [None, "0", "2", "4", "1"]
     requests = [request(str(n), prompt(n, 9 + n), wishes[n % 5], max_tokens=20) for n in range(20)]
     program = gpu_program()
-    found = [run(program, with_ranks(program, RANKS), requests)[1] for _ in range(2)]
+    found = [run(program, with_ranks(program, RANKS), requests, driver)[1] for _ in range(2)]
     for name, done in found[0].items():
         assert done.tokens.tolist() == found[1][name].tokens.tolist()
         assert done.logprobs.tolist() == found[1][name].logprobs.tolist()
@@ -235,6 +243,28 @@ def test_a_decode_step_waits_for_nothing_but_its_tokens() -> None:
             assert graphs_of(state.device.pool).ahead is not None
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu
+@needs_gpu
+def test_with_a_plan_in_flight_nothing_waits_but_for_the_step_before() -> None:
+    """Also where prompts are computed and rows end one by one, so that ids come from anywhere."""
+    program, wishes = gpu_program(max_batched_tokens=64), [None, "0", "2", "4", "1"]
+    requests = [
+        request(str(n), prompt(n, 9 + 7 * n), wishes[n % 5], max_tokens=3 + 5 * n % 17)
+        for n in range(16)
+    ]
+    _, want = run(program, with_ranks(program, RANKS), requests, step_ahead)
+    state = with_ranks(program, RANKS)
+    state, _ = run(program, state, [request(w, prompt(1, 5), w) for w in "0241"], step_ahead)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        _, got = run(program, state, requests, step_ahead)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert {name: len(done.tokens) for name, done in got.items()} == {
+        name: len(done.tokens) for name, done in want.items()
+    }
 
 
 @gpu

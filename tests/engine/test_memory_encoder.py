@@ -23,7 +23,7 @@ from purestep.models.checkpoint import load_vision
 from purestep.state.errors import ConfigError
 from tests.models.tiny_vision import kinds, load, picture, saved
 
-FAMILIES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl")
+FAMILIES = ("llava", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SIZES = [(60, 45), (1, 1), (1, 200), (200, 1), (112, 112), (30, 3000), (400, 400)]
 GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 

@@ -1,7 +1,6 @@
 """A plan in flight changes no token, whatever happens between two steps (design, section 3)."""
 
 import io
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import Mock
@@ -40,15 +39,21 @@ from purestep.engine import (
     submit,
     with_weights,
 )
-from purestep.engine.pack import gather_
+from purestep.engine.pack import Staging, gather_
 from purestep.engine.pending import Ring
 from purestep.state.engine import check_host
 from purestep.state.errors import InFlightError, StepError, TornStateError
 from purestep.state.plan import StepPlan
 from purestep.state.request import Completion, frozen
-from tests.engine.tiny import prompt, request, submit_all, tiny_program, with_adapters
-
-Driver = Callable[..., tuple[EngineState, Outputs]]
+from tests.engine.tiny import (
+    Driver,
+    gpu_twin,
+    prompt,
+    request,
+    submit_all,
+    tiny_program,
+    with_adapters,
+)
 
 
 def history(program: Program, driver: Driver, items: list[Request]) -> dict[str, Completion]:
@@ -103,14 +108,14 @@ def wishes(program: Program) -> list[Request]:
     ]
 
 
-def same(one: Completion, two: Completion) -> None:
+def same(one: Completion, two: Completion, atol: float = 1e-5) -> None:
     assert one.tokens.tolist() == two.tokens.tolist(), one.key
     assert (one.finish_reason, one.stop, one.error) == (two.finish_reason, two.stop, two.error)
-    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=1e-5)
+    np.testing.assert_allclose(one.logprobs, two.logprobs, atol=atol)
     for name in ("top_ids", "prompt_top_ids"):
         np.testing.assert_array_equal(getattr(one, name), getattr(two, name))
     if one.prompt_logprobs is not None:
-        np.testing.assert_allclose(one.prompt_logprobs, two.prompt_logprobs, atol=1e-5)
+        np.testing.assert_allclose(one.prompt_logprobs, two.prompt_logprobs, atol=atol)
     for layer, states in (one.hidden_states or {}).items():
         np.testing.assert_allclose(states, two.hidden_states[layer], atol=1e-4)
 
@@ -137,6 +142,21 @@ def test_every_request_gets_what_plain_steps_give(
         same(got[key], completion)
     if num_blocks < 64:
         assert sum(c.num_preemptions for c in got.values()) > 0
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("num_blocks", [64, 26])
+def test_so_it_is_on_a_gpu(num_blocks: int) -> None:
+    """Float32, whose tokens do not hang on the shapes of steps."""
+    options = {"num_blocks": num_blocks, "processors": {"even": only_even}}
+    program = gpu_twin(tiny_program(), row_buckets=(1, 2, 4, 8), **options)
+    items = wishes(program)
+    want = history(program, step, items)
+    got = history(program, step_ahead, items)
+    assert got.keys() == want.keys()
+    for key, completion in want.items():
+        same(got[key], completion, atol=1e-4)
 
 
 def test_the_next_step_is_queued_before_the_last_is_waited_for() -> None:
@@ -368,7 +388,7 @@ def test_ids_are_gathered_where_the_plan_says(gathered: list[int]) -> None:
     plan: StepPlan = replace(plan, gathered_T=frozen([*gathered, -1, 0]))
     token_T = torch.arange(100, 100 + len(gathered) + 3)
     want = [token if g < 0 else 7 * g for g, token in zip(plan.gathered_T, token_T, strict=False)]
-    gather_(token_T, plan, 7 * torch.arange(7, dtype=torch.int32))
+    gather_(token_T, plan, 7 * torch.arange(7, dtype=torch.int32), Staging())
     assert token_T.tolist() == [*want, 100 + len(gathered) + 2]
 
 

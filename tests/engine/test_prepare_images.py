@@ -38,7 +38,7 @@ from tests.engine.tiny_images import (
 )
 from tests.models.tiny_vision import SIDE, load, picture, processed
 
-KINDS = ("llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl")
+KINDS = ("llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 SIZES = [  # width, height
     (1, 1), (1, 200), (200, 1), (3, 500), (500, 3), (1, 28), (13, 13), (28, 28), (29, 27),
     (332, 27), (26, 28), (56, 56), (57, 55), (64, 48), (300, 120), (100, 400),

@@ -1,6 +1,6 @@
 """Tiny programs, adapters and requests for engine tests, and the oracles to hold them against."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 from peft import PeftModel
+from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
 from purestep.engine import (
@@ -29,6 +30,8 @@ from purestep.models.checkpoint import load_checkpoint
 from purestep.state.engine import check_host
 from tests.models.peft_fixtures import save, wrap
 from tests.models.tiny import save_checkpoint
+
+Driver = Callable[..., tuple[EngineState, Outputs]]
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
 
@@ -73,6 +76,15 @@ def tiny_program(
     )
 
 
+def gpu_twin(program: Program, **options: Any) -> Program:
+    """The same model as a program on a GPU, with `options` of `make_program`."""
+    params = pytree.tree_map(lambda t: None if t is None else t.cuda(), program.params)
+    names = ("weights", "dtype", "block_size", "num_blocks", "max_rows", "max_batched_tokens")
+    known = {name: getattr(program.config, name) for name in names}
+    known |= {name: getattr(program.config, name) for name in ("max_active_adapters", "lora_rows")}
+    return make_program(program.config.model, params, device="cuda", **known | options)
+
+
 @cache
 def peft_model(name: str, family: str = "llama") -> PeftModel:
     """PEFT's own model of one of ADAPTERS."""
@@ -112,18 +124,23 @@ def submit_all(state: EngineState, requests: Iterable[Request]) -> EngineState:
 
 
 def run(
-    program: Program, state: EngineState, requests: Iterable[Request] = ()
+    program: Program,
+    state: EngineState,
+    requests: Iterable[Request] = (),
+    driver: Driver = step,
 ) -> tuple[EngineState, dict[str, Completion]]:
     """Submit, step until idle, check the laws after every step."""
-    state, outputs = run_steps(program, submit_all(state, requests))
+    state, outputs = run_steps(program, submit_all(state, requests), driver)
     return state, {done.id: done for out in outputs for done in out.finished}
 
 
-def run_steps(program: Program, state: EngineState) -> tuple[EngineState, list[Outputs]]:
+def run_steps(
+    program: Program, state: EngineState, driver: Driver = step
+) -> tuple[EngineState, list[Outputs]]:
     """Step until idle; every step's outputs."""
     outputs: list[Outputs] = []
     while not state.host.idle:
-        state, news = step(program, state)
+        state, news = driver(program, state)
         check_host(state.host, program.config.block_size)
         outputs.append(news)
         assert len(outputs) < 5_000, "the engine does not come to an end"

@@ -31,23 +31,23 @@ def smollm2_dir() -> Path:
     Processes that call this at the same time wait for the one that converts. The folder appears
     in one rename, so it is complete whenever it exists.
     """
-    folder = _cache_root() / "smollm2-135m-instruct"
+    folder = cache_root() / "smollm2-135m-instruct"
     if folder.is_dir():
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
-    with _locked(folder.with_suffix(".lock")):
+    with locked(folder.with_suffix(".lock")):
         if not folder.is_dir():
             _build(folder)
     return folder
 
 
-def _cache_root() -> Path:
+def cache_root() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "purestep"
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def locked(path: Path) -> Iterator[None]:
     """Holds an exclusive lock, which the system drops if the process dies."""
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)

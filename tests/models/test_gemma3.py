@@ -10,6 +10,7 @@ from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3TextConfig
 from purestep.models.checkpoint import load_checkpoint
 from purestep.models.decoder import forward, logits
 from purestep.models.families import model_config_from_hf, vision_config_from_hf
+from purestep.models.fused import fused_forward
 from purestep.models.gemma3 import GEMMA3
 from purestep.state.errors import CheckpointError
 from tests.models.tiny import randomised
@@ -42,9 +43,10 @@ WIDE, TALL, TINY, USUAL = (200, 5), (1, 250), (1, 1), (60, 45)
     ],
     ids=["middle", "first", "last", "only", "several", "none"],
 )
-def test_answers_of_transformers(kind: str, parts: list[Any]) -> None:
+@pytest.mark.parametrize("decode", [forward, fused_forward])
+def test_answers_of_transformers(kind: str, parts: list[Any], decode: Any) -> None:
     drawn = [picture(*part) if isinstance(part, tuple) else part for part in parts]
-    assert_same_answers(load(kind), drawn)
+    assert_same_answers(load(kind), drawn, decode)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +90,8 @@ def test_crops_have_places_of_their_own(size: tuple[int, int], crops: int) -> No
     assert model.count(item) <= model.count(GEMMA3.largest(model.vision.config, settings))
 
 
-def test_a_model_of_text(tmp_path: Any) -> None:
+@pytest.mark.parametrize("decode", [forward, fused_forward])
+def test_a_model_of_text(decode: Any, tmp_path: Any) -> None:
     config = copy.deepcopy(gemma(sliding_window=6).text_config)
     oracle = randomised(lambda: Gemma3ForCausalLM(config), seed=1)
     oracle.save_pretrained(tmp_path)
@@ -100,7 +103,7 @@ def test_a_model_of_text(tmp_path: Any) -> None:
         for _ in range(found.num_layers)
     ]
     with torch.inference_mode():
-        hidden = forward(params, None, pages, batch, found)
+        hidden = decode(params, None, pages, batch, found)
         got_LV = logits(params, hidden, batch.logits_index_S)
         want_LV = oracle(input_ids=torch.tensor([ids])).logits[0]
     torch.testing.assert_close(got_LV, want_LV, atol=1e-4, rtol=1e-4)

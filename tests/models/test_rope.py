@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, Phi3Config, Qwen2VLConfig
+from transformers import LlamaConfig, Phi3Config, Qwen2VLConfig, Qwen3VLConfig
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply_rotary_pos_emb
 from transformers.models.phi3 import modeling_phi3
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLRotaryEmbedding
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLTextRotaryEmbedding
 
 from purestep.models.config import RopeConfig
 from purestep.models.families import model_config_from_hf
@@ -156,15 +157,25 @@ MROPE = {"rope_type": "default", "rope_theta": 1_000_000.0, "mrope_section": [3,
 
 
 @pytest.mark.parametrize("settings", [MROPE, YARN | {"mrope_section": [16, 0, 0]}], ids=str)
-def test_mrope_equals_transformers(settings: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    ("config_class", "oracle_class"),
+    [
+        (Qwen2VLConfig, Qwen2VLRotaryEmbedding),
+        (Qwen3VLConfig, Qwen3VLTextRotaryEmbedding),
+    ],
+)
+def test_mrope_equals_transformers(
+    config_class: type, oracle_class: type, settings: dict[str, Any]
+) -> None:
     """Positions in time, height and width; where they are equal, the bits of one position."""
     sizes = {"hidden_size": 128, "num_attention_heads": 4, "num_key_value_heads": 2}
-    hf = Qwen2VLConfig(text_config={**sizes, "rope_parameters": dict(settings)})
+    sizes |= {"head_dim": 32} if config_class is Qwen3VLConfig else {}
+    hf = config_class(text_config={**sizes, "rope_parameters": dict(settings)})
     rope = model_config_from_hf(hf).rope
     source = torch.Generator().manual_seed(0)
     position_3T = torch.randint(0, 30_000, (3, 9), generator=source)
     position_T, unused = position_3T[0], torch.zeros(9, dtype=torch.int64)
-    oracle = Qwen2VLRotaryEmbedding(hf.text_config)
+    oracle = oracle_class(hf.text_config)
     want_cos, want_sin = oracle(torch.zeros(1), position_3T[:, None])
     cos_TC, sin_TC = rope_table(rope, 32, unused, torch.float32, position_3T)
     assert torch.equal(cos_TC, want_cos[0])

@@ -22,7 +22,15 @@ from purestep.state.errors import CheckpointError, ConfigError
 from tests.models.tiny import SIZES, save_checkpoint
 from tests.models.tiny_vision import saved
 
-KINDS = ["llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_vl-tied", "qwen2_5_vl"]
+KINDS = [
+    "llava",
+    "llava-siglip",
+    "llava_next",
+    "qwen2_vl",
+    "qwen2_vl-tied",
+    "qwen2_5_vl",
+    "qwen3_vl",
+]
 ENGINE = {"num_blocks": 8, "max_rows": 2, "device": "cpu", "lora_rows": 8}
 
 

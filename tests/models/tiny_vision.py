@@ -37,6 +37,8 @@ from transformers import (
     Qwen2_5_VLForConditionalGeneration,
     Qwen2VLConfig,
     Qwen2VLForConditionalGeneration,
+    Qwen3VLConfig,
+    Qwen3VLForConditionalGeneration,
     SiglipVisionConfig,
     SmolVLMConfig,
     SmolVLMForConditionalGeneration,
@@ -90,6 +92,17 @@ QWEN25_TOWER = {
     "window_size": 84,
     "fullatt_block_indexes": [1],
 }
+# Two layers of the tower have rows for decoder layers; a learned grid of 5 x 5.
+QWEN3_TOWER = {
+    "depth": 4,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_heads": 4,
+    "out_hidden_size": 32,
+    "num_position_embeddings": 25,
+    "deepstack_visual_indexes": [0, 2],
+}
+QWEN3 = {**QWEN, "patch_size": 16, "min_pixels": 64 * 64, "max_pixels": 32 * 32 * 40}
 # Tiles of 4 rows each, up to 2 x 2 of them.
 SPLIT = {
     "image_processor_type": "Idefics3ImageProcessor",
@@ -160,6 +173,12 @@ def qwen(config_class: type, tower: dict[str, Any], **text: Any) -> PretrainedCo
     )
 
 
+def qwen3(**text: Any) -> PretrainedConfig:
+    rope = {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 2, 2]}
+    fields = {"head_dim": 16, "num_hidden_layers": 4, "rope_parameters": rope}
+    return qwen(Qwen3VLConfig, QWEN3_TOWER, **{**fields, **text})
+
+
 def llava(
     vision: PretrainedConfig, config_class: type = LlavaConfig, **fields: Any
 ) -> PretrainedConfig:
@@ -216,6 +235,12 @@ def kinds() -> dict[str, tuple[type[PreTrainedModel], PretrainedConfig, dict[str
             Qwen2_5_VLForConditionalGeneration,
             qwen(Qwen2_5_VLConfig, QWEN25_TOWER),
             QWEN,
+        ),
+        "qwen3_vl": (Qwen3VLForConditionalGeneration, qwen3(), QWEN3),
+        "qwen3_vl-tied": (
+            Qwen3VLForConditionalGeneration,
+            qwen3(tie_word_embeddings=True, attention_bias=True),
+            QWEN3,
         ),
     }
 
@@ -309,13 +334,23 @@ def processed(model: Loaded, images: Sequence[Image.Image]) -> dict[str, Any]:
     }
 
 
+def features_of(oracle: Any, given: dict[str, Any]) -> list[Tensor]:
+    """The rows of images by a transformers model, what is for later layers beside them."""
+    found = oracle.model.get_image_features(**given)
+    deeper = getattr(found, "deepstack_features", [])
+    return [torch.cat(own, -1) for own in zip(found.pooler_output, *deeper, strict=True)]
+
+
 @torch.inference_mode()
-def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, list[Tensor]]:
-    """transformers' word on a prompt: ids, logits [L, V], and the rows of its images. Its models
-    refuse ids in which the number of markers is not the number of rows."""
+def expected(
+    model: Loaded, parts: Sequence[Part], **more: Any
+) -> tuple[list[int], Tensor, list[Tensor]]:
+    """transformers' word on a prompt: ids, logits [L, V], and the rows of its images, with what is
+    added behind decoder layers. Its models refuse ids in which the number of markers is not the
+    number of rows."""
     images = [part for part in parts if isinstance(part, Image.Image)]
     given = processed(model, images) if images else {}
-    rows = list(model.oracle.model.get_image_features(**given).pooler_output) if images else []
+    rows = features_of(model.oracle, given) if images else []
     own = [model.placeholder(model.item(image)) for image in images]
     if any(is_embed is not None for _, is_embed in own):  # their word on these is another test
         placeholders = [ids.tolist() for ids, _ in own]
@@ -334,7 +369,7 @@ def expected(model: Loaded, parts: Sequence[Part]) -> tuple[list[int], Tensor, l
         given["mm_token_type_ids"] = (tokens == model.marker).int()
     if images and model.vision.family.bidirectional:
         given["token_type_ids"] = (tokens == model.row_id).int()
-    return ids, model.oracle(input_ids=tokens, **given).logits[0], rows
+    return ids, model.oracle(input_ids=tokens, **given, **more).logits[0], rows
 
 
 @torch.inference_mode()
@@ -406,10 +441,12 @@ def one_row(ids: Sequence[int], positions: Tensor | None = None) -> Batch:
     )
 
 
-def assert_same_answers(model: Loaded, parts: Sequence[Part]) -> None:
+def assert_same_answers(
+    model: Loaded, parts: Sequence[Part], decode: Callable[..., Tensor] = forward
+) -> None:
     """Ids, rows and logits of a prompt are those of transformers."""
     want_ids, want_LV, want_rows = expected(model, parts)
-    ids, got_LV, rows = computed(model, parts)
+    ids, got_LV, rows = computed(model, parts, decode)
     assert ids == want_ids
     assert [len(r) for r in rows] == [len(r) for r in want_rows]
     for got, want in zip(rows, want_rows, strict=True):

@@ -8,6 +8,7 @@ adapter rows, V vocabulary.
 import itertools
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import hypothesis.strategies as st
@@ -18,11 +19,11 @@ from torch import Tensor
 
 from purestep.ops import native
 from purestep.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
+from purestep.ops.gated_mul import gated_mul, gated_mul_ref
 from purestep.ops.linear import SKINNY
 from purestep.ops.lora_linear import CHUNK, Deltas, lora_linear_ref, shrunk_linear
 from purestep.ops.rope_write import rope_write_, rope_write_ref_
 from purestep.ops.sample import greedy, score
-from purestep.ops.silu_mul import silu_mul
 from tests.ops.forms import form
 
 NAN, INF = math.nan, math.inf
@@ -119,15 +120,20 @@ def test_wide_and_deep_products(T: int, D: int, O: int) -> None:  # noqa: E741
     close(native.linear(x_TD, w_OD, None), x_TD.double() @ w_OD.double().T)
 
 
-@given(st.integers(1, 5), WIDTHS, st.booleans())
-@example(40, 600, True)  # enough for a second thread
-def test_add_rms_norm(T: int, D: int, has_y: bool) -> None:
+@given(st.integers(1, 5), WIDTHS, st.booleans(), st.booleans())
+@example(40, 600, True, False)  # enough for a second thread
+@example(40, 600, True, True)
+def test_add_rms_norm(T: int, D: int, has_y: bool, has_inner: bool) -> None:
     h_TD, y_TD, w_D = random(T, D), random(T, D, seed=1) if has_y else None, random(D)
-    before = h_TD.clone()
-    got = with_threads(2, lambda: add_rms_norm(h_TD, y_TD, w_D, 1e-5))
-    for mine, want in zip(got, add_rms_norm_ref(h_TD, y_TD, w_D, 1e-5), strict=True):
+    given_ = h_TD, y_TD, w_D, 1e-5, random(D, seed=2) if has_inner else None
+    before = [x.clone() for x in given_ if isinstance(x, Tensor)]
+    got = with_threads(2, lambda: add_rms_norm(*given_))
+    for mine, want in zip(got, add_rms_norm_ref(*given_), strict=True):
         close(mine, want)
-    assert torch.equal(h_TD, before)
+    after = [x for x in given_ if isinstance(x, Tensor)]
+    assert all(map(torch.equal, after, before))
+    if has_inner and has_y and D > 1:
+        assert not torch.allclose(got[0], add_rms_norm(*given_[:4])[0])
 
 
 @given(
@@ -149,22 +155,28 @@ def test_rope_write(T: int, heads: tuple[int, int], sizes: tuple[int, int], norm
     torch.testing.assert_close(pages, want_pages, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
-def test_silu_mul_everywhere() -> None:
+@pytest.mark.parametrize("activation", ["silu", "gelu_pytorch_tanh"])
+def test_gated_mul_everywhere(activation: str) -> None:
     """Also where exp has no more digits, and for what is no number."""
     gate = torch.cat([torch.linspace(-110, 110, 4001), torch.tensor([0.0, -0.0, INF, -INF, NAN])])
     up = random(len(gate), seed=3)
-    got = silu_mul(torch.cat([gate, up])[None], torch.float32)[0]
-    want = torch.nn.functional.silu(gate.double()) * up.double()
-    torch.testing.assert_close(got.double(), want, rtol=1e-6, atol=1e-35, equal_nan=True)
+    got = gated_mul(torch.cat([gate, up])[None], torch.float32, activation)[0].double()
+    want = gated_mul_ref(torch.cat([gate, up])[None].double(), torch.float64, activation)[0]
+    if activation == "silu":
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-35, equal_nan=True)
+    else:  # by tanh there are no small numbers
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-12, equal_nan=True)
 
 
 @given(st.integers(1, 5), st.integers(1, 70))
 @example(32, 600)
-def test_silu_mul(T: int, F: int) -> None:
+def test_gated_mul(T: int, F: int) -> None:
     y = random(T, 2 * F)
-    got = with_threads(2, lambda: silu_mul(y, torch.float32))
-    close(got, torch.nn.functional.silu(y[:, :F]) * y[:, F:])
-    assert torch.equal(silu_mul(y[:1], torch.float32)[0], got[0])
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        mul = partial(gated_mul, dtype=torch.float32, activation=activation)
+        got = with_threads(2, partial(mul, y))
+        close(got, gated_mul_ref(y, torch.float32, activation))
+        assert torch.equal(mul(y[:1])[0], got[0])
 
 
 ODD = st.sampled_from([0.0, -0.0, 3.0, 3.0, -90.0, 200.0, INF, -INF, NAN])

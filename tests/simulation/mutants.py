@@ -296,7 +296,7 @@ MUTANTS = (
     mutant(
         "blocks are keyed as before once the weights are others",
         _rebound,
-        "record = bind(config, record, record.version)",
+        "record = bind(config, ledger, record, record.version)",
         "pass",
     ),
     mutant(

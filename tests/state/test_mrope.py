@@ -11,6 +11,7 @@ import torch
 from hypothesis import example, given, settings
 from transformers.models.qwen2_5_vl.modeling_qwen2_5_vl import Qwen2_5_VLModel
 from transformers.models.qwen2_vl.modeling_qwen2_vl import Qwen2VLModel
+from transformers.models.qwen3_vl.modeling_qwen3_vl import Qwen3VLModel
 
 from purestep.state.errors import RequestError
 from purestep.state.media import Feature
@@ -62,9 +63,10 @@ def prompts(grids: st.SearchStrategy) -> st.SearchStrategy[list[Any]]:
 
 
 @settings(max_examples=60)
-@given(prompts(images), st.sampled_from([Qwen2VLModel, Qwen2_5_VLModel]))
+@given(prompts(images), st.sampled_from([Qwen2VLModel, Qwen2_5_VLModel, Qwen3VLModel]))
 @example([(1, 1, 5)], Qwen2VLModel)
 @example([(1, 5, 1), 1, (1, 1, 1)], Qwen2_5_VLModel)
+@example([2, (1, 3, 1), 1, (1, 2, 4)], Qwen3VLModel)
 def test_images_stand_where_transformers_puts_them(parts: list[Any], model: Any) -> None:
     length, media = laid_out(parts)
     positions, delta = mrope_positions(length, media, MERGE)

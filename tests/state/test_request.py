@@ -28,7 +28,8 @@ from purestep.state.request import (
     logprob_dicts,
     prompt_logprob_dicts,
 )
-from purestep.state.sampling import SamplingParams, check_sampling, shown
+from purestep.state.sampling import SamplingParams, shown
+from purestep.state.sampling_rules import check_sampling
 
 NAN, INF = float("nan"), float("inf")
 HUGE = 10**400  # an int that no float can hold

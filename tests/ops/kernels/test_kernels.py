@@ -14,8 +14,9 @@ import triton.language as tl
 from purestep.models.config import RopeConfig
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm_ref
+from purestep.ops.gated_mul import gated_mul_ref
 from purestep.ops.kernels import attention, draw, elementwise, folded, greedy, products
-from purestep.ops.kernels.deltas import expand_, shrink
+from purestep.ops.kernels.deltas import add_slices_, expand_, shrink
 from purestep.ops.kv_write import kv_write_ref_
 from purestep.ops.lora_linear import (
     Deltas,
@@ -28,7 +29,6 @@ from purestep.ops.paged_attention import paged_attention_ref
 from purestep.ops.rope_write import rope_write_ref_
 from purestep.ops.sample import Draws, _cut, draws_of, gumbel_noise, score
 from purestep.ops.sample import draw as sample_draw
-from purestep.ops.silu_mul import silu_mul_ref
 from tests.ops.kernels.interpreter import DEVICE
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -154,6 +154,21 @@ def wide(lora: Deltas) -> Deltas:
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(48,), (64, 32, 80)], ids=str)
+def test_deltas_of_a_product_of_slices(sizes, dtype, tolerance) -> None:
+    """Added to a product that was made elsewhere, to each slice its own."""
+    torch.manual_seed(0)
+    x, lora = random(41, 80, dtype=dtype), deltas(41, 80, sizes, 40, dtype)
+    y, zeros = random(41, sum(sizes), dtype=dtype), torch.zeros(sum(sizes), 80).double()
+    want = y.cpu().double() + lora_linear_ref(x.cpu().double(), zeros, None, wide(lora), sizes)
+    bare = y.clone()
+    add_slices_(y, x, lora, sizes)
+    assert close(y, want, tolerance)
+    assert not close(bare, want, tolerance)
+    assert y[1::3].equal(bare[1::3]), "a token without an adapter gets exactly no delta"
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("T", "width", "O", "P"),
     [(1, 64, 48, 32), (5, 80, 112, 40), (17, 256, 64, 32), (70, 64, 192, 40)],
@@ -177,28 +192,45 @@ def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
         assert not delta.any()
         assert torch.signbit(delta).all(), "minus zero is what changes no bit"
     y = base.to(dtype).to(DEVICE)
-    kept = y.clone()
-    expand_(y, Shrunk(shrink(x, lora), lora), dtype)
+    kept, h = y.clone(), shrink(x, lora)
+    expand_(y, Shrunk(h, lora), dtype)
     assert close(y, want, tolerance)
     assert torch.equal(y.cpu()[bare], kept.cpu()[bare])
+    other = kept.clone()
+    expand_(other, Shrunk(in_three(h), lora), dtype)
+    assert close(other, want, tolerance)
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
-    ("T", "width", "F", "P"),
-    [(5, 80, 24, 40), (50, 64, 256, 32), (70, 64, 96, 40), (600, 32, 32, 32)],
+    ("T", "width", "F", "P", "activation"),
+    [
+        (5, 80, 24, 40, "silu"),
+        (50, 64, 256, 32, "gelu_pytorch_tanh"),
+        (70, 64, 96, 40, "silu"),
+        (600, 32, 32, 32, "gelu_pytorch_tanh"),
+    ],
 )
-def test_activation_with_deltas(T, width, F, P, dtype, tolerance) -> None:
+def test_activation_with_deltas(T, width, F, P, activation, dtype, tolerance) -> None:
     """Both forms of a product and of what was shrunk; base tokens keep their bits."""
     torch.manual_seed(0)
     x, w = random(T, width, dtype=dtype), random(2 * F, width, dtype=dtype) / width**0.5
     lora = deltas(T, width, (F, F), P, dtype)
     plain = [t.cpu().double() for t in (x, w)]
-    want = silu_mul_ref(lora_linear_ref(*plain, None, wide(lora), (F, F)), torch.float64)
+    flat = lora_linear_ref(*plain, None, wide(lora), (F, F))
+    want, gelu = gated_mul_ref(flat, torch.float64, activation), activation != "silu"
     bare, (y, h) = torch.arange(T) % 3 == 1, shrunk_parts(x, w, lora)
-    got = folded.silu_mul(y, dtype, Shrunk(h, lora))
+    got = folded.gated_mul(y, dtype, gelu, Shrunk(h, lora))
     assert close(got, want, tolerance)
-    assert torch.equal(got.cpu()[bare], elementwise.silu_mul(y, dtype).cpu()[bare])
+    three = folded.gated_mul(y, dtype, gelu, Shrunk(in_three(h), lora))
+    assert close(three, want, tolerance)
+    assert torch.equal(got.cpu()[bare], elementwise.gated_mul(y, dtype, gelu).cpu()[bare])
+
+
+def in_three(h: torch.Tensor) -> torch.Tensor:
+    """The same as three addends."""
+    one = h.sum(0)
+    return torch.stack((one / 4, one / 2, one / 4))
 
 
 def shrunk_parts(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
@@ -230,6 +262,8 @@ def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> No
     args = (cos, sin, weights, index, 1e-6)
     got = folded.rope_write_(kv, y, *args, Shrunk(h, lora))
     assert close(got, want, tolerance)
+    again = folded.rope_write_(torch.zeros_like(kv), y, *args, Shrunk(in_three(h), lora))
+    assert close(again, want, tolerance)
     assert torch.equal(kv.isnan().cpu(), want_kv.isnan())
     assert close(torch.nan_to_num(kv), torch.nan_to_num(want_kv), tolerance)
     bare, base_kv = torch.arange(T) % 3 == 1, torch.zeros_like(kv)
@@ -270,12 +304,16 @@ def test_norm_and_activation(parts, dtype, tolerance) -> None:
     h, w = random(5, 96, dtype=dtype), random(96, dtype=dtype)
     y = random(parts, 5, 96, dtype=torch.float32) if parts else random(5, 96, dtype=dtype)
     flat = (y.sum(0).to(dtype) if parts else y).cpu().double()
-    for other, plain in ((y, flat), (None, None)):
-        got = elementwise.add_rms_norm(h, other, w, 1e-5)
-        want = add_rms_norm_ref(h.cpu().double(), plain, w.cpu().double(), 1e-5)
+    inner = random(96, dtype=dtype)
+    for other, plain, own in ((y, flat, None), (None, None, None), (y, flat, inner)):
+        got = elementwise.add_rms_norm(h, other, w, 1e-5, own)
+        wide_own = None if own is None else own.cpu().double()
+        want = add_rms_norm_ref(h.cpu().double(), plain, w.cpu().double(), 1e-5, wide_own)
         assert close(got[0], want[0], tolerance)
         assert close(got[1], want[1], tolerance)
-    assert close(elementwise.silu_mul(y, dtype), silu_mul_ref(flat, torch.float64), tolerance)
+    for activation in ("silu", "gelu_pytorch_tanh"):
+        got = elementwise.gated_mul(y, dtype, activation != "silu")
+        assert close(got, gated_mul_ref(flat, torch.float64, activation), tolerance)
 
 
 def test_kv_write() -> None:
