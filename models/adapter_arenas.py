@@ -6,7 +6,7 @@ tokens.
 """
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from blake3 import blake3
@@ -34,15 +34,15 @@ class Arena:
 
 
 def empty_arenas(
-    modules: Iterable[AdaptedModule],
+    modules: Sequence[AdaptedModule],
     config: ModelConfig,
     dtype: torch.dtype,
     rank: int,
     pinned: bool = False,
 ) -> dict[str, Arena]:
     """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to, but for
-    those that a tower never runs, all in one piece of memory: `pinned`, a GPU reads it by itself,
-    at the bus's full rate."""
+    those that a tower never runs. All lie in one piece of memory: `pinned`, a GPU reads it by
+    itself, at the bus's full rate."""
     touched = {module.linear.name for module in modules}
     R = -(-rank // ROW_BLOCK) * ROW_BLOCK
     copies = dict.fromkeys(fused_linears(config), config.num_layers)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purestep.ops import native
+from purestep.ops import kernels, native
 from purestep.ops.linear import linear_on_cpu
 
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
@@ -53,6 +53,7 @@ def num_tiles(num_tokens: int, num_adapters: int) -> int:
     return min(num_tokens, num_tokens // tile_size(num_tokens) + num_adapters + 1)
 
 
+@kernels.named("lora_linear")
 def lora_linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None) -> Tensor:
     """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it.
 
@@ -72,6 +73,7 @@ def lora_linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Delta
     return y
 
 
+@kernels.named("shrunk_linear")
 def shrunk_linear(
     x_TD: Tensor,
     w_OD: Tensor,
@@ -149,6 +151,7 @@ def lora_linear_ref(
     return y_TO
 
 
+@kernels.named("lora_add_tiles_")
 def lora_add_tiles_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
     """Add each token's own delta to a product of slices `out_sizes`, in place, and nothing to those
     without an adapter: as `lora_linear` does, for products that are made elsewhere. Contiguous."""
@@ -173,6 +176,7 @@ def _add_ref_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[in
             y_TO[token_t] += torch.cat([h @ b for h, b in zip(parts, slices, strict=True)], 1)
 
 
+@kernels.named("head_linear")
 def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Tensor:
     """fp32 logits [S, V], into `out_SV` where it is given."""
     if out_SV is None:

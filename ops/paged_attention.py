@@ -340,6 +340,7 @@ def check_paged_attention(
         )
 
 
+@kernels.named("paged_attention")
 def _on_cuda(*args: Any) -> Tensor:
     if not kernels.usable():
         return paged_attention_ref(*args)
@@ -349,6 +350,7 @@ def _on_cuda(*args: Any) -> Tensor:
     return launch(*args)
 
 
+@kernels.named("decode_attention")
 def decode_attention(
     q_TNH: Tensor,
     kv: Tensor,

@@ -139,6 +139,7 @@ def draws_of(
     )
 
 
+@kernels.named("draw")
 def draw(logits_SV: Tensor, raw_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
     """int32 [2, S]: tokens from fp32 logits, some of which may be minus infinity, and the bits of
     their logprobs under `raw_SV`. Does not wait.
@@ -181,6 +182,7 @@ def _cut(logits_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
     return cut_CV if len(cut_C) == len(logits_SV) else logits_SV.index_copy(0, cut_C, cut_CV)
 
 
+@kernels.named("greedy")
 def greedy(logits_SV: Tensor) -> Tensor:
     """int32 [2, S]: `draw` at temperature 0, and the bits of its `score`. Does not wait."""
     if not (logits_SV.is_cuda and kernels.usable()):
