@@ -68,9 +68,9 @@ def unused(*_: Any) -> Any:
 
 STUB = VisionFamily(
     read_config=unused,
-    shapes=unused,
+    shapes=lambda config: {},
     unread="",
-    load_params=unused,
+    load_params=lambda config, tensors: (),
     marker=unused,
     item=unused,
     placeholder=lambda config, item, words: (np.zeros(len(item["pixels"]), np.int32), None),
@@ -216,7 +216,8 @@ def test_what_is_said_of_an_item_is_checked(chunk: int, ahead: bool, cache_token
     alone = program_with(prefix_caching=False)
     want = right() | tokens_of(alone, [honest])
     assert {key: done.tokens.tolist() for key, done in found.items()} == want
-    state, again = run(program, state, [*REQUESTS, honest])
+    state, again = run(program, state, [*REQUESTS, honest, wrong[0]])
+    assert again.pop("more").finish_reason == FinishReason.ERROR, "its blocks serve nobody"
     assert {key: done.tokens.tolist() for key, done in again.items()} == want
 
 
