@@ -218,7 +218,8 @@ def test_what_is_said_of_an_item_is_checked(chunk: int, ahead: bool, cache_token
     alone = program_with(prefix_caching=False)
     want = right() | tokens_of(alone, [honest])
     assert {key: done.tokens.tolist() for key, done in found.items()} == want
-    state, again = run(program, state, [*REQUESTS, honest])
+    state, again = run(program, state, [*REQUESTS, honest, wrong[0]])
+    assert again.pop("more").finish_reason == FinishReason.ERROR, "its blocks serve nobody"
     assert {key: done.tokens.tolist() for key, done in again.items()} == want
 
 

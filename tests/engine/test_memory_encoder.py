@@ -111,8 +111,12 @@ def test_the_pool_gets_what_encoding_leaves(monkeypatch: pytest.MonkeyPatch) -> 
     text = blocks(monkeypatch, 12 << 20, image_limit=0).config
     assert text.num_blocks == (12 << 20) // 4 // block
     assert blocks(monkeypatch, 12 << 20, num_blocks=7).config.num_blocks == 7
-    with pytest.raises(ConfigError, match=f"encoding takes {peak}, what it keeps {kept}"):
+    named = rf"max_encoder_tokens={config.max_encoder_tokens} .* {peak} bytes"
+    named += rf".*encoder_cache_tokens=.* {kept}\..*skip_encoder_profile=True"
+    with pytest.raises(ConfigError, match=named):
         blocks(monkeypatch, peak + kept)
+    with pytest.raises(ConfigError, match=rf"kv_bytes=1 hold no KV block of {block} bytes$"):
+        blocks(monkeypatch, 12 << 20, kv_bytes=1)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
