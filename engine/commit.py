@@ -13,6 +13,7 @@ from purestep.engine.encoding import settled
 from purestep.engine.ends import (
     End,
     failed_rows,
+    faulty_rows,
     finish,
     new_texts,
     sampled_ends,
@@ -21,6 +22,7 @@ from purestep.engine.ends import (
 )
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
+from purestep.state.encoder import dropped
 from purestep.state.engine import (
     HostState,
     Rows,
@@ -52,6 +54,9 @@ def commit(
     good_S = (at_S >= 0) & np.isfinite(result.logprob_S)
     if result.errors:
         good_S[[s for s, _ in result.errors]] = False
+    faulty = faulty_rows(host, result, at_R)
+    if faulty:
+        good_S &= ~np.isin(at_S, list(faulty))
     failed = ((at_S >= 0) & ~good_S).nonzero()[0]
     ends = failed_rows(result, failed.tolist(), at_S[failed].tolist())
 
@@ -64,7 +69,7 @@ def commit(
     _collect_scores(host, plan, result, at_R, changed)
     ends |= sampled_ends(config, host, rows, at_S, token_S)
     ends |= _scored_ends(rows, plan, at_R)
-    ends |= unsound_rows(plan, result, at_R)
+    ends |= unsound_rows(plan, result, at_R) | faulty
     rows, texts = new_texts(config, host, rows, changed, ends, at_S, token_S)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
@@ -72,7 +77,10 @@ def commit(
     )
     after = _without(config, host, plan, rows, changed, full, ends)
     if plan.encodes or host.encoder.holders:
-        after = evolve(after, encoder=settled(host, plan, [rows.ids[row] for row in ends]))
+        encoder = settled(host, plan, [rows.ids[row] for row in ends])
+        if result.faults:
+            encoder = dropped(encoder, _not_kept(plan, result))
+        after = evolve(after, encoder=encoder)
     outputs = Outputs(
         step=plan.step,
         ids=_ids(rows, at_S),
@@ -89,6 +97,12 @@ def commit(
         num_preempted=plan.num_preempted,
     )
     return after, outputs
+
+
+def _not_kept(plan: StepPlan, result: StepResult) -> list[str]:
+    """The outputs that the plan was to keep and that turned out to be of another size."""
+    wrong = {(name, said) for name, said, _ in result.faults}
+    return [i.identifier for i in plan.encodes if (i.identifier, i.num_embeds) in wrong]
 
 
 def _ids(rows: Rows, at_S: np.ndarray) -> tuple[str, ...]:

@@ -27,28 +27,42 @@ class End:
     stop: str | int | None = None
     num_text: int | None = None
     error: str | None = None
+    void: bool = False  # what it computed is not to be trusted
 
 
 def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) -> dict[int, End]:
     """The ends of rows that drew no token, by row; `places` are theirs among the sampled ones."""
-    errors = dict(result.errors)
-    return {
-        row: End(FinishReason.ERROR, error=errors.get(place, _NOT_FINITE))
-        for place, row in zip(places, rows, strict=True)
-    }
+    errors, ends = dict(result.errors), {}
+    for place, row in zip(places, rows, strict=True):
+        why = errors.get(place, _NOT_FINITE)
+        ends[row] = End(FinishReason.ERROR, error=why, void=why == _NOT_FINITE)
+    return ends
+
+
+def faulty_rows(host: HostState, result: StepResult, at_R: np.ndarray) -> dict[int, End]:
+    """The ends of rows with an item whose output is not what their requests say of it, whether they
+    took rows of it in this step or found keys and values of others that did."""
+    wrong, ends = {(name, said): why for name, said, why in result.faults}, {}
+    for row in at_R[at_R >= 0].tolist() if wrong else ():
+        for i, feature in enumerate(host.requests[host.rows.ids[row]].request.features):
+            if why := wrong.get((feature.identifier, feature.num_embeds)):
+                error = f"item {i} ({feature.modality}): {why}"
+                ends[row] = End(FinishReason.ERROR, error=error, void=True)
+    return ends
 
 
 def untrusted_rows(ends: Mapping[int, End]) -> list[int]:
     """Rows whose KV must serve nobody else: what is not finite at one token reaches the tokens
-    before it in the same step, through weights of zero, and so blocks that are named by these."""
-    return [row for row, end in ends.items() if end.error == _NOT_FINITE]
+    before it in the same step, through weights of zero, and so blocks that are named by these; and
+    what stands for an item's rows is not that item's."""
+    return [row for row, end in ends.items() if end.void]
 
 
 def unsound_rows(plan: StepPlan, result: StepResult, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows whose prompt cannot be scored, as the logits are not finite. `at_R` are the
     places of the plan's rows among the running ones, -1 for those that left."""
     return {
-        int(at_R[probe.row]): End(FinishReason.ERROR, error=_NOT_FINITE)
+        int(at_R[probe.row]): End(FinishReason.ERROR, error=_NOT_FINITE, void=True)
         for probe, scores in zip(plan.scored, result.scored, strict=True)
         if at_R[probe.row] >= 0
         and not (

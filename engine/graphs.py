@@ -52,7 +52,6 @@ class Graphs:
     # taken, and on whose weights.
     ahead: tuple[Program, StepPlan] | None = None
     staging: Staging = field(default_factory=Staging)  # of what a step is told
-    gathering: Staging = field(default_factory=Staging)  # of where its ids come from
 
 
 def graphs_of(pool: Pool) -> Graphs:
@@ -107,7 +106,7 @@ def enqueue(
     if token_S is not None:
         graph.batch.token_T[: len(token_S)].copy_(token_S)
     if drawn_S is not None:
-        gather_(graph.batch.token_T, plan, drawn_S, graphs.gathering)
+        gather_(graph.batch.token_T, plan, drawn_S)
     graph.replay()
 
 

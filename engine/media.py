@@ -129,6 +129,7 @@ def merged_spans(
                     identifier=features[i].identifier,
                     blob=features[i].digest,
                     modality=features[i].modality,
+                    num_embeds=features[i].num_embeds,
                     first_row=first_row,
                     index_E=index_E,
                     version=record.encoder_version,

@@ -14,6 +14,7 @@ import torch
 
 from purestep.engine.config import Config
 from purestep.engine.platform import available_bytes
+from purestep.engine.sampling import SCORE_CHUNK
 from purestep.models.config import (
     TOWER,
     FusedLinear,
@@ -176,6 +177,12 @@ def activation_bytes(
     return 4 * (num_tokens * widths + logits * num_rows * model.vocab_size)
 
 
+def step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, vocab: bool, tp: int = 1) -> int:
+    """Of the largest step, whose rows are sampled while prompt tokens of others are scored, a chunk
+    of them at a time."""
+    return activation_bytes(model, num_tokens, num_rows + SCORE_CHUNK, vocab, tp)
+
+
 def graph_bytes(model: ModelConfig, num_rows: int, vocab: bool, tp: int = 1) -> int:
     """What the captured graphs of decode steps of up to `num_rows` rows share: the logits and the
     intermediates of the largest."""
@@ -219,7 +226,7 @@ def _automatic_bytes(config: Config, encoder_bytes: int) -> int:
 def reserve_bytes(config: Config) -> int:
     """What a step and the graphs may take beside weights and pool."""
     model, vocab = config.model, config.lora_vocab
-    step = activation_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
+    step = step_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
     return step + graph_bytes(model, max(config.row_buckets, default=0), vocab)
 
 

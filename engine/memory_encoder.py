@@ -13,7 +13,7 @@ from purestep.engine.config import Config
 from purestep.engine.memory import itemsize_of
 from purestep.engine.pool import tower_rows
 from purestep.models.tower_rows import ItemAdapters
-from purestep.models.vision import Tensors, Vision, VisionFamily
+from purestep.models.vision import Tensors, Vision, VisionFamily, Words
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.errors import ConfigError
 
@@ -43,6 +43,15 @@ def most_embeds(family: VisionFamily, geometry: Any, settings: Mapping[str, Any]
         geometry, family.largest(geometry, settings), lambda text: ()
     )
     return len(ids) if is_embed is None else int(is_embed.sum())
+
+
+def most_positions(
+    family: VisionFamily, geometry: Any, settings: Mapping[str, Any], words: Words
+) -> int:
+    """The positions that the same item takes in a prompt of ids, texts around it included."""
+    item = family.largest(geometry, settings)
+    texts = sum(len(words(text)) for text in family.around(geometry, item) if text)
+    return texts + len(family.placeholder(geometry, item, words)[0])
 
 
 def tower_bytes(family: VisionFamily, geometry: Any, itemsize: int) -> int:

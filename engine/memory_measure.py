@@ -89,13 +89,16 @@ def with_adapters(program: Program, state: EngineState) -> EngineState:
 
 
 def largest_batch(program: Program, state: EngineState) -> EngineState:
-    """As many rows as may run, whose prompts fill the first step, and every adapter."""
+    """As many rows as may run, with every adapter; their prompts fill the first step, and are
+    scored."""
     config, names = program.config, sorted(state.host.adapters.names)
     length = min(config.max_batched_tokens // config.max_rows, config.max_context - 2)
     prompts_RT = np.random.default_rng(0).integers(
         0, config.model.vocab_size, (config.max_rows, max(length, 1))
     )
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True, top_k=50, top_p=0.9)
+    sampling = SamplingParams(
+        max_tokens=2, ignore_eos=True, top_k=50, top_p=0.9, logprobs=5, prompt_logprobs=5
+    )
     for row, prompt in enumerate(prompts_RT.tolist()):
         adapter = names[row % len(names)] if names else None
         state = submit(

@@ -9,7 +9,6 @@ from typing import Any
 
 from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import (
-    activation_bytes,
     check_tp,
     encoder_output_bytes,
     graph_bytes,
@@ -17,6 +16,7 @@ from purestep.engine.memory import (
     kv_token_bytes,
     slot_bytes,
     slot_table,
+    step_bytes,
     tower_slot_bytes,
     vocab_slot_bytes,
     weight_bytes,
@@ -140,9 +140,7 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
         },
         "image": {"encoder_output": image, "kv": w.image_tokens * token,
                   "as_kv_tokens": image / token},
-        "step": activation_bytes(
-            model, w.max_batched_tokens, w.max_rows, w.lora_vocab, w.tp
-        ),
+        "step": step_bytes(model, w.max_batched_tokens, w.max_rows, w.lora_vocab, w.tp),
         "graphs": graph_bytes(model, w.graph_rows, w.lora_vocab, w.tp),
     }  # fmt: skip
     if tower is not None:

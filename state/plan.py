@@ -86,6 +86,7 @@ class MergedSpan:
     identifier: str
     blob: str
     modality: str
+    num_embeds: int  # of the whole output, as the request says
     first_row: int
     index_E: np.ndarray  # int32, places among the plan's tokens
     version: str | None = None  # as of the item
@@ -157,6 +158,9 @@ class StepResult:
     logprob_S: np.ndarray  # float32, of the raw distribution; NaN where logits were not finite
     tops: tuple[Scores, ...] = ()  # of the sampled rows that asked, in their order
     errors: tuple[tuple[int, str], ...] = ()  # (place among the sampled rows, what went wrong)
+    # (identifier, embeddings that it was said to have, what its output is instead): what requests
+    # that say so compute of it is void
+    faults: tuple[tuple[str, int, str], ...] = ()
     scored: tuple[Scores, ...] = ()  # one for each of the plan's
     hidden: tuple[np.ndarray, ...] = ()  # float32 [layers, n, D], one for each of the plan's
 

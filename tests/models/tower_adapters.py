@@ -16,7 +16,7 @@ from purestep.models.tower_linears import tower_linears
 from purestep.models.tower_rows import ItemAdapters, TowerRows
 from purestep.state.adapters import ROW_BLOCK
 from tests.models.peft_fixtures import save, wrap
-from tests.models.tiny_vision import load, picture, processed, saved
+from tests.models.tiny_vision import features_of, load, picture, processed, saved
 
 # `all` touches tower, projector and language model, `some` parts of the first two, `text` the last.
 TARGETS: dict[str, dict[str, Any]] = {
@@ -73,10 +73,9 @@ def oracle(kind: str, name: str | None) -> Any:
 @torch.inference_mode()
 def wanted_rows(kind: str, name: str | None, image: Image.Image) -> Tensor:
     """The rows of one picture, by transformers and PEFT: [E, D]."""
-    found = oracle(kind, name).model.get_image_features(**processed(load(kind), [image]))
-    deeper = getattr(found, "deepstack_features", [])
-    rows = [torch.cat(own, -1) for own in zip(found.pooler_output, *deeper, strict=True)]
-    return torch.cat([own.flatten(0, -2) for own in rows])
+    given = processed(load(kind), [image])
+    found = features_of(oracle(kind, name), given)
+    return torch.cat([rows.flatten(0, -2) for rows in found])
 
 
 def item_adapters(
