@@ -4,6 +4,7 @@ E embeddings, D hidden size of the language model, T token rows of a step.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from purestep.engine.media import EMBEDS
 from purestep.engine.pool import Pool
 from purestep.engine.program import Program
+from purestep.engine.upload import sent
 from purestep.models.tower_rows import ItemAdapters
 from purestep.state.errors import StepError
 from purestep.state.plan import EncodedItem, MergedSpan, StepPlan
@@ -102,7 +104,7 @@ def _adapters(pool: Pool, plan: StepPlan, items: Sequence[EncodedItem]) -> ItemA
         rows=pool.tower,
         places=tuple((places[v].slot, places[v].row_blocks) for v in versions),
         slots=tuple(-1 if i.version is None else places[i.version].slot for i in items),
-        device=pool.config.device,
+        send=partial(sent, device=pool.config.device),
     )
 
 
