@@ -144,8 +144,8 @@ class _Queue:
         self._flying = {p.version for plan in host.in_flight for p in plan.residents}
         self._by_arrival = order.waiting is host.waiting
         self._rest = enumerate(order.waiting)
-        users = host.adapters.users
-        self._unseen = Counter({v: n - self.counts[v] for v, n in users.items()})
+        rows, users = Counter(host.rows.versions), host.adapters.users  # also rows that make way
+        self._unseen = Counter({v: n - rows[v] for v, n in users.items()})
         self._num_unseen = len(order.waiting)
         self._num_hopeless = 0  # unseen ones of the versions in `_settled`
         self._skipped: dict[str, deque[tuple[int, RequestState]]] = {}  # by version, with places

@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from purestep.engine import Config, HostState, deliver, schedule
+from purestep.engine import Config, HostState, deliver, schedule, submit
 from purestep.engine.requests import submit_host
+from purestep.simulation.device import toy_step
 from purestep.simulation.fairness import FEW_ROWS, LIMIT, MIXED, busy, longest_wait
 from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.adapters import Reservation
@@ -85,6 +86,26 @@ def test_a_place_may_open_for_nobody() -> None:
     config, host = waiting_behind_a_promise(max_active_adapters=1)
     _, plan = schedule(config, host)
     assert plan.row_ids == ("b1",)
+
+
+def test_whoever_stands_behind_rows_that_make_way_comes_in_with_them() -> None:
+    """Rows that make way stand in no queue while their step is planned. Counted as if they did,
+    they ended the pass before its last request, here one that waits for no adapter at all."""
+    options = {"max_rows": 4, "max_active_adapters": 1, "max_batched_tokens": 12, "num_blocks": 20}
+    config = toy_config(adapter_preemption=True, adapter_age_limit=0, **options)
+    state = toy_state(config)
+    for name in "ab":
+        state = deliver(state, loaded(name, f"v{name}", 8, None))
+    for several in (("a0", "a1"), ("b",)):
+        for key in several:
+            state = submit(state, Request(id=key, tokens=[1], adapter=key[0]))
+        state, _ = toy_step(state)
+    assert [r.victims for r in state.host.adapters.reservations] == [("va",)]
+    for key, name in (("a2", "a"), ("base", None)):
+        state = submit(state, Request(id=key, tokens=[1], adapter=name))
+    _, plan = schedule(config, state.host)
+    assert plan.num_preempted == 2
+    assert plan.row_ids == ("b", "base")
 
 
 @pytest.mark.parametrize(("age_limit", "promised"), [(1, "vb"), (0, "va")])

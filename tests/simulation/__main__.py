@@ -4,14 +4,14 @@ import argparse
 import sys
 
 from purestep.simulation.fairness import FEW_ROWS, MIXED, longest_wait
-from purestep.simulation.longrun import Failure, long_run, report
+from purestep.simulation.longrun import Failure, configs_for, long_run, report
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.simulation", description=__doc__)
     parser.add_argument("--steps", type=int, default=1_000_000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--configs", type=int, default=50)
+    parser.add_argument("--configs", type=int, help="default: one for 2,000 steps, at least 50")
     parser.add_argument("--jobs", type=int, default=1, help="processes; they change no result")
     parser.add_argument("--wait", action="store_true", help="try nothing but the bounded wait")
     args = parser.parse_args()
@@ -21,13 +21,18 @@ def main() -> int:
         print(f"ranks that differ, rows are the limit: {mixed}")
         return 0
     try:
-        coverage = long_run(args.steps, args.seed, args.configs, num_jobs=args.jobs)
+        configs = args.configs or configs_for(args.steps)
+        coverage = long_run(args.steps, args.seed, configs, num_jobs=args.jobs)
     except Failure as failure:
         print(report(failure, args.seed))
         return 1
     print(coverage.table())
     print(", ".join(f"{count:,} {kind}" for kind, count in coverage.events.most_common()))
-    print(f"no law was broken in {coverage.events['step']:,} steps, seed {args.seed}")
+    steps = coverage.events["step"]
+    print(
+        f"no law was broken in {steps:,} steps of {coverage.configs:,} whole configs, each with "
+        f"random numbers of its own, seed {args.seed}"
+    )
     return 0
 
 

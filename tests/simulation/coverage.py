@@ -40,8 +40,10 @@ TRANSITIONS = (
 
 @dataclass
 class Coverage:
-    """Counts of transitions and of events; `see` is told each event (`Machine.sees`)."""
+    """Counts of transitions, of events and of configs that came to their end; `see` is told each
+    event (`Machine.sees`)."""
 
+    configs: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     events: Counter[str] = field(default_factory=Counter)
     evicted: set[bytes] = field(default_factory=set)

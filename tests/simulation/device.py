@@ -155,7 +155,9 @@ def execute(
     """What a plan says, done to the toy: uploads, copies, all writes, then all draws."""
     device = _prepared(device, plan, blobs)
     made = {
-        item.identifier: content(blobs[item.blob], _encoder_read(device, plan, item))
+        item.identifier: content(
+            config.weights, blobs[item.blob], _encoder_read(device, plan, item)
+        )
         for item in plan.encodes
     }
     tokens_T = _tokens_read(plan, blobs, device.encoded.update(made), device.drawn)
@@ -225,6 +227,26 @@ def tear(config: Config, device: ToyDevice, plan: StepPlan, blobs: Mapping[str, 
             table, start = plan.tables[row].tolist(), int(plan.start_R[row])
             _write_(config, blocks, table, start, TORN * len(tokens))
         return replace(device, blocks=blocks.finish())
+
+
+def spoil(
+    config: Config, device: ToyDevice, plan: StepPlan, result: StepResult, row: int
+) -> tuple[ToyDevice, StepResult]:
+    """A step of which one row's logits turn out not to be finite: what it wrote is worth nothing,
+    and what it drew and scored says so."""
+    start, count = int(plan.start_R[row]), int(plan.count_R[row])
+    with device.blocks.mutate() as blocks:
+        _write_(config, blocks, plan.tables[row].tolist(), start, TORN * count)
+        device = replace(device, blocks=blocks.finish())
+    logprob_S = result.logprob_S.copy()
+    logprob_S[[s for s, r in enumerate(_sampled(plan)) if r == row]] = np.nan
+    scored = tuple(
+        replace(scores, logprob_N=frozen(np.full(len(scores.logprob_N), np.nan), np.float32))
+        if probe.row == row
+        else scores
+        for probe, scores in zip(plan.scored, result.scored, strict=True)
+    )
+    return device, replace(result, logprob_S=frozen(logprob_S, np.float32), scored=scored)
 
 
 def toy_step(

@@ -17,7 +17,7 @@ PROMPTS = (
 MOST_LIVE = 12
 LEAST_OF_ONE_DRIVER = 40  # events
 WEIGHTS = {  # of 1000 events
-    "step": 580,
+    "step": 575,
     "submit": 170,
     "branch": 35,
     "abort": 25,
@@ -33,6 +33,7 @@ WEIGHTS = {  # of 1000 events
     "flush": 2,
     "adopt": 2,
     "lose": 5,
+    "spoil": 5,
 }
 DELICATE = {  # likewise, while a branch waits for its copy, and behind a step that failed
     "step": 380,
@@ -42,12 +43,13 @@ DELICATE = {  # likewise, while a branch waits for its copy, and behind a step t
     "branch": 50,
     "restore": 20,
 }
-MEDIA: tuple[dict[str, Any], ...] = (  # of two configs in three
+MEDIA: tuple[dict[str, Any], ...] = (  # of five configs in seven
     {},
     {},
     {"max_encoder_tokens": 15, "encoder_cache_tokens": 30},
     {"max_encoder_tokens": 10, "encoder_cache_tokens": 10, "mrope_merge": 2},
     {"max_encoder_tokens": 9, "encoder_cache_tokens": 4},
+    {"max_encoder_tokens": 4, "encoder_cache_tokens": 4},
     {
         "max_encoder_tokens": 9,
         "encoder_cache_tokens": 12,
@@ -55,7 +57,14 @@ MEDIA: tuple[dict[str, Any], ...] = (  # of two configs in three
         "long_prefill_threshold": 0,
     },
 )
+ROOMY = {"num_blocks": 30, "max_batched_tokens": 20, "max_rows": 5}  # other limits are met first
 ALIKE = (((4, 7, 0, 0),), ((3, 1, 0, 0), (4, 8, 0, 0)))  # items that many requests have in common
+CONFUSABLE = (  # pairs of items that differ in one respect, and fit into a block or two
+    (((2, 2, 0, 0),), ((8, 2, 0, 0),)),  # the picture
+    (((0, 2, 0, 0), (0, 3, 0, 0)), ((0, 2, 0, 0), (5, 3, 0, 0))),  # the second picture
+    (((1, 1, 1, 0),), ((1, 1, 0, 2),)),  # the places without a row
+    (((2, 2, 0, 0),), ((2, 3, 0, 0),)),  # where it begins
+)
 SAMPLINGS: tuple[dict[str, Any], ...] = (
     {},
     {},
@@ -90,31 +99,52 @@ def random_config(rng: np.random.Generator) -> dict[str, Any]:
         "adapter_age_limit": pick(rng, (0, 3, 12)),
         "adapter_preemption": pick(rng, (False, True)),
         **pick(rng, MEDIA),
+        **pick(rng, ({}, {}, ROOMY)),
     }
 
 
 def first_events(rng: np.random.Generator) -> list[Event]:
-    """Adapters to begin with: some known, some loaded."""
+    """Adapters to begin with: all known, some or all loaded."""
     events: list[Event] = [("register", {"name": name}) for name in NAMES]
-    name, version = pick(rng, NAMES), pick(rng, tuple(RANKS))
-    return [*events, ("load", {"name": name, "version": version, "again": True})]
+    for name in NAMES[: pick(rng, (1, len(NAMES)))]:
+        events.append(("load", {"name": name, "version": pick(rng, tuple(RANKS)), "again": True}))
+    return events
 
 
 def random_event(rng: np.random.Generator, machine: Machine) -> Event:
     """What happens next."""
     host = machine.state.host
     delicate = host.copies or machine.last == "fail"
-    kind = _drawn(rng, DELICATE if delicate else WEIGHTS)
-    for plan in host.in_flight:
-        if (plan.uploads or plan.ended or plan.loads) and rng.integers(8) == 0:
-            kind = "lose"
-    if machine.last == "abort" and machine.aborted and host.in_flight and rng.integers(2):
-        return "submit", {**random_request(rng, machine.number), "id": machine.aborted}
+    kind = _telling(rng, machine) or _drawn(rng, DELICATE if delicate else WEIGHTS)
+    if kind == "submit" and machine.last == "abort" and machine.aborted and host.in_flight:
+        return kind, {**random_request(rng, machine.number), "id": machine.aborted}
     crowded = len(machine.live) >= MOST_LIVE and kind in ("submit", "branch")
     vain = kind in ("load_returns", "load_fails") and not machine.asked
     if crowded or vain or kind == "step":
         return _driver(rng, machine), {}
     return kind, _arguments(rng, machine, kind)
+
+
+def _telling(rng: np.random.Generator, machine: Machine) -> str | None:
+    """A kind of event that says more than others where things stand as they do, now and then."""
+    host = machine.state.host
+    number = int(rng.integers(24))
+    flying = host.in_flight[0] if host.in_flight else None
+    if flying is not None and (flying.uploads or flying.ended or flying.loads) and number < 3:
+        return "lose"
+    if flying is not None and machine.last == "abort" and number < 12:  # of the same name
+        return "submit"
+    if machine.last == "submit":
+        named_again = flying is not None and machine.aborted in machine.live
+        if named_again or number < 12:  # one comes seldom alone
+            return "ahead" if named_again else "submit"
+    if host.adapters.reservations and number < 4:
+        return "submit"
+    if flying is None and host.blocks.num_free < len(host.rows.ids) and 18 <= number < 21:
+        return "fail"  # a step that takes blocks from some rows for others
+    if host.encoder.holders and number >= 21:  # a row stands within an item
+        return "adopt" if flying is None and number < 23 else "spoil"
+    return None
 
 
 def _driver(rng: np.random.Generator, machine: Machine) -> str:
@@ -137,8 +167,13 @@ def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[st
         case "submit":
             media = machine.config.max_encoder_tokens > 0
             words = random_request(rng, machine.number, media)
-            return {**words, **_alike(rng)} if media and rng.integers(3) == 0 else words
-        case "abort" | "load_fails":
+            promises = machine.state.host.adapters.reservations
+            if promises and rng.integers(2):  # for whose place is promised, before all others
+                victims = {version for promise in promises for version in promise.victims}
+                names = sorted(n for n, version in machine.bound.items() if version in victims)
+                return {**words, "adapter": pick(rng, names or NAMES), "priority": -1}
+            return {**words, **_alike(rng, machine)} if media and rng.integers(2) else words
+        case "abort" | "load_fails" | "spoil":
             return {"pick": int(rng.integers(12))}
         case "branch":
             return {"pick": int(rng.integers(12)), "count": pick(rng, (1, 1, 2))}
@@ -155,7 +190,8 @@ def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[st
         case "register" | "pin":
             return {"name": pick(rng, NAMES)}
         case "fork":
-            return {"num_blocks": int(rng.integers(7, 15))}
+            roomy = machine.config.num_blocks >= 15
+            return {"num_blocks": int(rng.integers(20, 36) if roomy else rng.integers(7, 15))}
         case "adopt":
             return {"weights": f"weights {machine.number}"}
     return {}
@@ -185,9 +221,16 @@ def random_request(rng: np.random.Generator, number: int, media: bool = False) -
     }
 
 
-def _alike(rng: np.random.Generator) -> dict[str, Any]:
-    """A prompt that ends soon behind an item, the same for many, so that hits end inside it."""
-    words = {"tokens": (*PROMPTS[0][: pick(rng, (16, 17))], 5), "media": pick(rng, ALIKE)}
+def _alike(rng: np.random.Generator, machine: Machine) -> dict[str, Any]:
+    """A prompt that ends soon behind an item, the same for many, so that hits end inside it; or one
+    that is taken for another, of the same time, if a key leaves anything out."""
+    if rng.integers(3) == 0:
+        words = {"tokens": (*PROMPTS[0][: pick(rng, (16, 17))], 5), "media": pick(rng, ALIKE)}
+    else:
+        pair = CONFUSABLE[machine.number // LEAST_OF_ONE_DRIVER % len(CONFUSABLE)]
+        words = {"tokens": (*PROMPTS[0][:8], 5), "media": pick(rng, pair)}
+    if rng.integers(4) == 0:  # none of it is found, all of it is computed
+        words["sampling"] = {"temperature": 0.0, "prompt_logprobs": 1, "max_tokens": 3}
     return {**words, "embeds": None, "adapter": pick(rng, (None, NAMES[0])), "salt": None}
 
 

@@ -6,7 +6,7 @@ made, and the plan. All assert and return nothing; `check_state` and `check_step
 B block size, R rows of a plan.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +15,7 @@ from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
-from purestep.state.adapters import check_adapters, has_place, pinned_versions
+from purestep.state.adapters import check_adapters, has_place, pinned_versions, victims_for
 from purestep.state.blocks import check_blocks, free_order, held_blocks
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, chain, check_rows, encoder_items
@@ -63,6 +63,7 @@ def check_step(
     law_14_distinct_adapters(after)
     law_14_first_come_first_served(before, plan, order)
     law_14_last_come_first_preempted(before, after, plan, order)
+    law_14_no_place_stays_empty(config, before, after, plan, order)
     law_15_base_is_never_delayed(before, plan, order)
     law_15_a_promise_is_kept(before, after)
     law_17_hits(config, before, plan)
@@ -74,7 +75,7 @@ def check_step(
     law_m_what_is_needed_stays(after, plan)
     law_m_least_recently_released(before, after, plan)
     law_m_whole_items(config, before, plan)
-    law_m_nobody_takes_from_the_first(before, plan, order)
+    law_m_nobody_takes_from_the_first(config, before, after, plan, order)
 
 
 def check_plan(config: Config, before: HostState, plan: StepPlan) -> None:
@@ -204,6 +205,47 @@ def law_14_last_come_first_preempted(
     leaves = {*front, *(completion.key for completion in plan.ended)}
     left = [key in leaves for key in order.running if before.requests[key].version not in promised]
     assert left == sorted(left), "a row left before one that came later"
+
+
+def law_14_no_place_stays_empty(
+    config: Config, before: HostState, after: HostState, plan: StepPlan, order: Order
+) -> None:
+    """21.14 for those who wait: while rows, tokens, blocks and a place for its adapter are left
+    behind a step, nobody was passed over. With a quota, a promise or a copy that is still to be
+    made others may have a right to these; media may wait for an encoding, and where items may not
+    be split nobody comes in behind one that waits for tokens."""
+    if config.disable_chunked_mm_input:
+        return
+    full = len(after.rows.ids) == config.max_rows or len(plan.tokens_T) == config.max_batched_tokens
+    leaving = [key for key in after.waiting[: plan.num_preempted] if not _makes_way(before, key)]
+    if full or leaving or before.copies or after.adapters.reservations:
+        return
+    over = {*plan.row_ids, *(completion.key for completion in plan.ended)}
+    for key in order.waiting:
+        record = before.requests[key]
+        if key in over or record.loading:
+            continue
+        num_tokens = len(record.request.tokens) + len(record.generated)
+        if record.request.features or -(-num_tokens // config.block_size) > after.blocks.num_free:
+            return
+        if record.version is None or not config.adapter_block_quota:
+            assert not _finds_place(after, record.version), f"{key} waits beside an empty place"
+
+
+def _makes_way(before: HostState, key: str) -> bool:
+    """Whether a row that was preempted left for a promised adapter, and not for want of blocks."""
+    rows, row = before.rows, before.rows.ids.index(key)
+    promised = {v for promise in before.adapters.reservations for v in promise.victims}
+    return rows.versions[row] in promised and rows.num_tokens_R[row] > rows.num_known_R[row]
+
+
+def _finds_place(after: HostState, version: str | None) -> bool:
+    """Whether an adapter is there behind a step, or could come without harm to anybody's."""
+    if version is None or version in after.adapters.resident:
+        return True
+    used = {place.version for plan in after.in_flight for place in plan.residents}
+    used |= set(after.rows.versions)
+    return victims_for(after.adapters, version, used) is not None
 
 
 def law_15_base_is_never_delayed(before: HostState, plan: StepPlan, order: Order) -> None:
@@ -412,11 +454,15 @@ def law_m_outputs_are_there(before: HostState, plan: StepPlan) -> None:
     assert not made & there, f"encoded again: {sorted(made & there)}"
 
 
-def law_m_what_is_needed_stays(after: HostState, plan: StepPlan) -> None:
-    """A row that stops within an item refers to its output, if the cache could hold that at all."""
+def law_m_what_is_needed_stays(
+    after: HostState, plan: StepPlan, gone: Collection[str] = ()
+) -> None:
+    """A row that stops within an item refers to its output, if the cache could hold that at all: as
+    soon as the step is planned, and still when it has landed. `gone` are those whose rows have left
+    since."""
     ends = (plan.start_R + plan.count_R).tolist()
     for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
-        if key not in after.rows.ids:
+        if key not in after.rows.ids or key in gone:
             continue
         features = after.requests[key].features
         for group in overlap_groups(features):
@@ -472,18 +518,15 @@ def law_m_whole_items(config: Config, before: HostState, plan: StepPlan) -> None
             assert not first < end <= last, f"{key} stops within an item"
 
 
-def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: Order) -> None:
-    """Behind a request that waits for an encoding nothing is encoded for others."""
-    admitted = [key for key in order.waiting if key in plan.row_ids]
-    if not admitted:
+def law_m_nobody_takes_from_the_first(
+    config: Config, before: HostState, after: HostState, plan: StepPlan, order: Order
+) -> None:
+    """Behind whoever waits for an encoding nothing is encoded for others."""
+    first = _first_without_encoding(config, before, after, plan, order)
+    if first is None:
         return
-    last = order.waiting.index(admitted[-1])
-    passed = [k for k in order.waiting[:last] if k not in admitted and _lacks_outputs(before, k)]
-    ended = {completion.key for completion in plan.ended}  # for want of memory: these need nothing
-    passed = [k for k in passed if not before.requests[k].loading and k not in ended]
-    if not passed or any(before.requests[k].version is not None for k in passed):
-        return  # for want of a place for its adapter, maybe
-    behind = set(order.waiting[order.waiting.index(passed[0]) :])
+    line = [*order.running, *order.waiting]
+    behind = set(line[line.index(first) + 1 :])
     spots = np.repeat(np.arange(len(plan.row_ids)), plan.count_R)
     served = {s.identifier for s in plan.merges if plan.row_ids[spots[s.index_E[0]]] not in behind}
     wanted = {
@@ -493,7 +536,40 @@ def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: 
         for features in before.requests[key].features
     }
     made = {item.identifier for item in plan.encodes}
-    assert made <= served | wanted, f"{passed[0]} waits, and {sorted(made - served)} are encoded"
+    assert made <= served | wanted, f"{first} waits, and {sorted(made - served)} are encoded"
+
+
+def _first_without_encoding(
+    config: Config, before: HostState, after: HostState, plan: StepPlan, order: Order
+) -> str | None:
+    """Who certainly gets less than there is room for since an encoding is missing: a row that stops
+    in its prompt with tokens of the step left, or a request that is passed over, has a place for
+    its adapter and needs an output that nobody holds. None also where other reasons are possible.
+    """
+    rows, ended = before.rows, {completion.key for completion in plan.ended}
+    left = config.max_batched_tokens - len(plan.tokens_T)
+    if left and not (config.disable_chunked_mm_input or plan.num_preempted or ended):
+        counts = dict(zip(plan.row_ids, plan.count_R.tolist(), strict=True))
+        chunk = config.long_prefill_threshold or config.max_batched_tokens
+        for key in order.running:
+            row = rows.ids.index(key)
+            inside = rows.num_computed_R[row] < rows.media_end_R[row]
+            rest = int(rows.num_tokens_R[row] - rows.num_computed_R[row])
+            if inside and counts.get(key, 0) < min(rest, chunk):
+                return key
+    admitted = [key for key in order.waiting if key in plan.row_ids]
+    if not admitted:
+        return None
+    passed = order.waiting[: order.waiting.index(admitted[-1])]
+    promises = before.adapters.reservations or after.adapters.reservations
+    for key in passed:
+        record = before.requests[key]
+        if key in plan.row_ids or key in ended or record.loading:
+            continue
+        known = record.version is None or not (promises or config.adapter_block_quota)
+        if known and _finds_place(after, record.version) and _lacks_outputs(before, key):
+            return key
+    return None
 
 
 def _lacks_outputs(before: HostState, key: str) -> bool:

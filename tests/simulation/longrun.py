@@ -22,6 +22,8 @@ from purestep.simulation.world import toy_config
 POLICIES = {"fcfs": fcfs, "by_priority": by_priority}
 STEPS_OF_ONE_STATE = 2000
 KEPT_STATES = 500  # one in so many events
+MOST_LINES = 50  # that tell how far a run has come
+FEWEST_CONFIGS = 50
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +61,7 @@ def caught_by(cause: BaseException) -> str:
 def random_world(seed: int, number: int) -> World:
     rng = np.random.default_rng((seed, number))
     config = random_config(rng)
-    return World(config=config, policy=pick(rng, ("fcfs", "fcfs", "by_priority")))
+    return World(config=config, policy=pick(rng, ("fcfs", "by_priority")))
 
 
 def run_random(world: World, rng: np.random.Generator, num_steps: int, **options: Any) -> None:
@@ -118,6 +120,11 @@ def report(failure: Failure, seed: int) -> str:
     return "\n".join([head, *lines, f"which fail with: {run_events(world, few)!r}"])
 
 
+def configs_for(num_steps: int) -> int:
+    """Over how many configs a run of so many steps is spread: each gets as many as one state."""
+    return max(FEWEST_CONFIGS, num_steps // STEPS_OF_ONE_STATE)
+
+
 def long_run(
     num_steps: int,
     seed: int,
@@ -138,15 +145,18 @@ def long_run(
     task = partial(run_part, seed)
     with ProcessPoolExecutor(num_jobs) if num_jobs > 1 else nullcontext() as pool:
         runs = pool.map(task, parts) if pool else map(task, parts)
-        for (number, part, _), coverage in zip(parts, runs, strict=True):
+        for (_, part, _), coverage in zip(parts, runs, strict=True):
             total.counts += coverage.counts
             total.events += coverage.events
             if part < len(counts) - 1:
                 continue
+            total.configs += 1
+            if total.configs % max(1, num_configs // MOST_LINES):
+                continue
             elapsed, steps = time.perf_counter() - start, total.events["step"]
             events = total.events.total()
             tells(
-                f"config {number + 1:>3}: {steps:>9,} steps, {events:>9,} events, "
+                f"{total.configs:>4,} configs: {steps:>9,} steps, {events:>9,} events, "
                 f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
             )
     return total

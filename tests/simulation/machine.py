@@ -10,6 +10,7 @@ that has no object does nothing, so any part of a list is a run too.
 | `step`, `ahead` | a step, or the rest of the one in flight; one that leaves a plan in flight |
 | `fail` | a step whose execute raises after it has written, then recovery |
 | `lose` | the step in flight is lost, with one `behind` it or not, then recovery |
+| `spoil` | in the step that lands next the logits of a row (`pick`) are not finite |
 | `abort`, `branch` | `pick`; `pick`, `count` |
 | `register`, `load` | `name`; `name`, `version`, `again` (from a file, or from tensors) |
 | `load_returns`, `load_fails` | `pick` among the loads asked for, `version`; `pick` |
@@ -51,7 +52,7 @@ from purestep.engine.renewal import adopt, flush
 from purestep.engine.requests import abort, branch, submit
 from purestep.engine.schedule import plan_ahead, schedule
 from purestep.engine.step import without_flown, without_overwritten
-from purestep.simulation.device import execute, tear
+from purestep.simulation.device import execute, spoil, tear
 from purestep.simulation.laws import (
     check_state,
     check_step,
@@ -59,6 +60,7 @@ from purestep.simulation.laws import (
     law_16_keys_are_contents,
     law_19_cached_is_computed,
     law_19_reuse_order,
+    law_m_what_is_needed_stays,
 )
 from purestep.simulation.media import Item, too_large, with_media
 from purestep.simulation.told import (
@@ -69,6 +71,7 @@ from purestep.simulation.told import (
     expected_token,
     judge_completion,
     must,
+    prompt_read,
     told_of,
 )
 from purestep.simulation.world import RANKS, loaded, toy_state
@@ -123,6 +126,7 @@ class Machine:
         self.live: dict[str, Told] = {}
         self.number, self.last = 0, ""  # events so far, and the kind of the newest
         self.aborted = ""  # the last request that was
+        self.spoils: int | None = None  # a row of the step that lands next, by its `pick`
         self.asked: list[tuple[str, str]] = []  # loads the engine wants and has not got
         self.kept: list[tuple[HostState, str]] = []
         self.known: dict[bytes, tuple] = {}
@@ -342,16 +346,16 @@ class Machine:
 
     def _adopt(self, weights: str) -> None:
         """What was read before is told already; positions that follow are of the new weights, so
-        only requests that collect nothing over time are compared."""
-        watched = any(told.request.hidden_layers or told.scores for told in self.live.values())
-        if watched:
-            return
+        what live requests collect over time is not compared."""
         program = _Program(replace(self.config, weights=weights))
         if self.state.host.in_flight:
             with refused(StepError):
                 adopt(program, self.state)
             return
         self.state = self._call(adopt, program, self.state)
+        for told in self.live.values():
+            told.reread = True
+            told.prompt, told.delta = prompt_read(self.config, told)
 
     def _restore(self) -> None:
         text = json.dumps(to_plain(self.state.host))
@@ -412,8 +416,10 @@ class Machine:
             check_step(self.config, before.host, host, plan, self.order)
 
     def _land(self) -> None:
+        spoiled = self._spoiled()
         before, result = self.state.host, self.results.pop(0)
-        host, outputs = commit(self.config, before, before.in_flight[0], result)
+        plan = before.in_flight[0]
+        host, outputs = commit(self.config, before, plan, result)
         if self.tape is not None:
             write_event(self.tape, result_event(result))
         self.state = replace(self.state, host=host)
@@ -421,6 +427,7 @@ class Machine:
             self.state = drop_blobs(self.state)
         if self.laws:
             law_19_reuse_order(before, host)
+            law_m_what_is_needed_stays(host, plan, _gone(before, plan))
         self.asked += outputs.loads
         for key, token, logprob in zip(
             outputs.ids, outputs.tokens_S.tolist(), outputs.logprobs_S.tolist(), strict=True
@@ -435,6 +442,38 @@ class Machine:
             self.live[key].streamed += text
             must(text, f"{key} was told no text")
         self._heard(outputs)
+        must(spoiled not in self.live, f"{spoiled} goes on, and its logits were not finite")
+
+    def _spoil(self, pick: int) -> None:
+        self.spoils = pick
+
+    def _spoiled(self) -> str | None:
+        """Spoil the results of a row, where that was asked for, and tell of which: one that draws
+        or is scored, so that the engine can see it, and that writes into no block of others, so
+        that nobody else has read it."""
+        if self.spoils is None:
+            return None
+        pick, self.spoils = self.spoils, None
+        host = self.state.host
+        plan, size, blocks = host.in_flight[0], self.config.block_size, host.blocks
+        seen = {probe.row for probe in plan.scored if (probe.target_N >= 0).any()}
+        seen |= set(plan.sampled_R.nonzero()[0].tolist())
+        gone = _gone(host, plan)
+        rows = [
+            row
+            for row, start in enumerate(plan.start_R.tolist())
+            if row in seen
+            and plan.row_ids[row] not in gone
+            and all(blocks.holders(b) == 1 for b in plan.tables[row][start // size :].tolist())
+        ]
+        if not rows:
+            return None
+        rows = [row for row in rows if not plan.sampled_R[row]] or rows  # fewer are in mid-prefill
+        row = rows[pick % len(rows)]
+        device, result = spoil(self.config, self.state.device, plan, self.results[0], row)
+        self.results[0], self.state = result, replace(self.state, device=device)
+        self.live[plan.row_ids[row]].spoiled = True
+        return plan.row_ids[row]
 
     def _ordered(self, host: HostState) -> Order:
         self.order = self.policy(host)
@@ -490,6 +529,12 @@ class Machine:
             if self.tape is not None:
                 write_event(self.tape, ("recover", plan.overwrites))
         self.state = replace(self.state, host=host, device=device)
+
+
+def _gone(host: HostState, plan: StepPlan) -> set[str]:
+    """Who has left a plan in flight; a row of such a name is another request's."""
+    there = {key for step, key, _ in host.departed if step >= plan.step}
+    return there | (set(plan.row_ids) - set(host.rows.ids))
 
 
 @contextmanager

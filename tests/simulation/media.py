@@ -13,10 +13,22 @@ import torch
 from blake3 import blake3
 
 from purestep.engine.config import Config
+from purestep.state.hashing import framed
 from purestep.state.media import Feature
 from purestep.state.request import Request
 
-SIZES = (1, 3, 4, 6, 9)  # embeddings of each picture
+GRIDS = (  # of each picture: its embeddings in time, height and width; some have one in common
+    (1, 1, 1),
+    (1, 1, 3),
+    (1, 2, 2),
+    (1, 2, 3),
+    (1, 3, 3),
+    (1, 1, 1),
+    (1, 1, 3),
+    (3, 1, 1),
+    (1, 2, 2),
+)
+SIZES = tuple(t * h * w for t, h, w in GRIDS)  # embeddings
 Item = tuple[int, int, int, int]
 
 
@@ -36,7 +48,7 @@ def with_media(config: Config, words: Mapping[str, Any], items: Sequence[Item]) 
 
 
 def toy_feature(picture: int, offset: int, spread: int = 0, lead: int = 0) -> Feature:
-    size = SIZES[picture]
+    (t, h, w), size = GRIDS[picture], SIZES[picture]
     mask = np.zeros(lead + size + (size - 1) * spread, bool)
     mask[lead :: spread + 1] = True
     return Feature(
@@ -46,7 +58,7 @@ def toy_feature(picture: int, offset: int, spread: int = 0, lead: int = 0) -> Fe
         offset=offset,
         length=len(mask),
         is_embed=mask if spread or lead else None,
-        grid=(1, 2, 2 * size),
+        grid=(t, 2 * h, 2 * w),  # of patches, 2 x 2 for each embedding
         data={"pixels": torch.tensor([picture])},
     )
 
@@ -58,9 +70,10 @@ def filled(feature: Feature) -> list[int]:
     return [feature.offset + k for k in places if mask is None or mask[k]]
 
 
-def content(data: Mapping[str, torch.Tensor], reader: bytes) -> bytes:
-    """What the toy's encoder makes of an item, with the adapter that it has as `reader`."""
-    return blake3(data["pixels"].numpy().tobytes() + reader).digest(8)
+def content(weights: str, data: Mapping[str, torch.Tensor], reader: bytes) -> bytes:
+    """What the toy's encoder, of these weights, makes of an item, with the adapter that it has as
+    `reader`."""
+    return blake3(framed(weights, data["pixels"].numpy().tobytes(), reader)).digest(8)
 
 
 def media_number(output: bytes, row: int) -> int:

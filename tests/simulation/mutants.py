@@ -10,11 +10,12 @@ import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row
-from purestep.engine.commit import _filled_blocks, _next_digest, _without
+from purestep.engine.commit import _filled_blocks, _next_digest, _without, commit
 from purestep.engine.encoding import Encoding, _encoded_item, settled
 from purestep.engine.media import plan_positions
 from purestep.engine.planning import _gathered, _sampling, _step_tokens, make_plan
@@ -29,7 +30,8 @@ from purestep.engine.schedule import (
     schedule,
 )
 from purestep.engine.step import without_flown, without_overwritten
-from purestep.simulation.longrun import Failure, random_world, run_random
+from purestep.simulation.events import ROOMY
+from purestep.simulation.longrun import Failure, World, random_world, run_random
 from purestep.state.adapters import activate, slot_of, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import hold, shrunk
@@ -42,14 +44,26 @@ STEPS_OF_ONE_STATE = 150  # many configs: what an item's bug needs is not in eve
 
 @dataclass(frozen=True, slots=True)
 class Mutant:
-    """A bug: its name, and (function, source, source with the bug) for each place it changes."""
+    """A bug: its name, and (function, source, source with the bug) for each place it changes. It is
+    tried in random worlds; where it shows in few of them, in such that have `policy` and `config`.
+    """
 
     name: str
     patches: tuple[tuple[Callable, str, str], ...]
+    policy: str | None
+    config: dict[str, Any]
 
 
-def mutant(name: str, function: Callable, old: str, new: str, *more: tuple) -> Mutant:
-    return Mutant(name, ((function, old, new), *more))
+def mutant(
+    name: str,
+    function: Callable,
+    old: str,
+    new: str,
+    *more: tuple,
+    policy: str | None = None,
+    **config: Any,
+) -> Mutant:
+    return Mutant(name, ((function, old, new), *more), policy, config)
 
 
 MUTANTS = (
@@ -189,6 +203,9 @@ MUTANTS = (
         _lengthened,
         "for place in flying.residents:",
         "for place in ():",
+        max_active_adapters=1,
+        adapter_age_limit=0,
+        max_encoder_tokens=0,
     ),
     mutant(
         "a row is planned beyond its last token",
@@ -340,6 +357,9 @@ MUTANTS = (
         settled,
         "dict.fromkeys(left)",
         "{}",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
+        long_prefill_threshold=3,
     ),
     mutant(
         "the reference of a preempted row is forgotten",
@@ -424,6 +444,9 @@ MUTANTS = (
         Encoding._note,
         'self._closed |= choice.short_of == "encoder"',
         "pass",
+        max_encoder_tokens=9,
+        encoder_cache_tokens=4,
+        **ROOMY,
     ),
     mutant(
         "the last in the queue is served first",
@@ -454,6 +477,37 @@ MUTANTS = (
         _Queue.look_again,
         "self._asks_again = True",
         "self._asks_again = False",
+        policy="by_priority",
+        max_active_adapters=2,
+        adapter_age_limit=3,
+        adapter_block_quota=0,
+        max_encoder_tokens=0,
+        **ROOMY,
+    ),
+    mutant(
+        "rows that make way count as waiting, so the queue is left too early",
+        _Queue.__init__,
+        "n - rows[v]",
+        "n - self.counts[v]",
+        policy="fcfs",
+        adapter_preemption=True,
+        adapter_age_limit=3,
+        adapter_block_quota=0,
+        max_active_adapters=2,
+        max_encoder_tokens=0,
+        **ROOMY,
+    ),
+    mutant(
+        "what a row wrote whose logits are not finite is still found",
+        _without,
+        "draft.forget(block)",
+        "pass",
+    ),
+    mutant(
+        "a row whose logits are not finite goes on",
+        commit,
+        " & np.isfinite(logprob_S)",
+        "",
     ),
     mutant(
         "the end of a preempted row's tokens is forgotten",
@@ -489,9 +543,11 @@ def caught(bug: Mutant, num_steps: int, seed: int, *, laws: bool) -> tuple[str, 
     another law by its name, an exception of the engine by its class."""
     with applied(bug):
         for number in range(-(-num_steps // STEPS_OF_ONE_STATE)):
-            rng = np.random.default_rng((seed, number))
+            rng, world = np.random.default_rng((seed, number)), random_world(seed, number)
+            policy, config = bug.policy or world.policy, world.config | bug.config
+            world = World(config=config, policy=policy)
             try:
-                run_random(random_world(seed, number), rng, STEPS_OF_ONE_STATE, laws=laws, keep=0)
+                run_random(world, rng, STEPS_OF_ONE_STATE, laws=laws, keep=0)
             except Failure as failure:
                 return failure.law, len(failure.events) + number * STEPS_OF_ONE_STATE
     return None

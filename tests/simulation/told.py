@@ -44,11 +44,13 @@ class Told:
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     streamed: str = ""
-    prompt: list[int] = field(default_factory=list)  # ids, and the toy's numbers of embeddings
+    prompt: list[int] = field(default_factory=list)  # as `prompt_read` gives it
     ids: list[int] = field(default_factory=list)  # of the prompt, -1 where an embedding was given
     delta: int = 0  # what is added to a place behind the prompt to give its position
     cells: bytes = b""  # the KV of `prompt` and `tokens`, as far as it was needed
     read_by: tuple[str, str | None] = ("", None)  # the weights and version that `cells` are of
+    reread: bool = False  # the weights became others, so what is collected is of either
+    spoiled: bool = False  # its logits were not finite, so it ends with the step that lands
     ended_in: int = 0  # blocks of the pool it ended in, where the state has left that one since
 
     @property
@@ -95,20 +97,20 @@ def bind(config: Config, told: Told, version: str) -> None:
 
 
 def prompt_read(config: Config, told: Told) -> tuple[list[int], int]:
-    """(what the toy reads as the prompt, what is added to a place behind it)."""
+    """(what the toy reads of a prompt with the config's weights, `Told.delta`)."""
     request, tokens, embeds = told.request, told.ids, told.request.prompt_embeds
     reader = adapter_reader(told.version if told.version in TOWERS else None)
     rows = iter(() if embeds is None else embeds)
     prompt = [embedding_number(next(rows)) if t == -1 else int(t) for t in tokens]
     for feature in request.features:
+        output = content(config.weights, feature.data, reader)
         for row, place in enumerate(filled(feature)):
-            prompt[place] = media_number(content(feature.data, reader), row)
-    delta = 0
-    if config.mrope_merge and request.features:
-        positions, delta = positions_alone(request, config.mrope_merge)
-        places = zip(prompt, range(len(prompt)), positions, strict=True)
-        prompt = [moved_number(token, place, position) for token, place, position in places]
-    return prompt, delta
+            prompt[place] = media_number(output, row)
+    if not (config.mrope_merge and request.features):
+        return prompt, 0
+    positions, delta = positions_alone(request, config.mrope_merge)
+    places = zip(prompt, range(len(prompt)), positions, strict=True)
+    return [moved_number(token, place, position) for token, place, position in places], delta
 
 
 def branched(parent: Told, new_id: str) -> Told:
@@ -185,7 +187,9 @@ def judge_completion(config: Config, completion: Completion, told: Told, has_new
         who + "a hit includes the last token",
     )
     reason = completion.finish_reason
-    if has_news:
+    if told.spoiled:
+        must(reason == FinishReason.ERROR and completion.error, who + f"ended by {reason}")
+    elif has_news:
         due = expected_end(told, config.max_context)
         must((reason, completion.stop) == due, who + f"ended by {reason}, due was {due}")
         must(completion.text == expected_text(told, completion), who + "another text")
@@ -195,7 +199,8 @@ def judge_completion(config: Config, completion: Completion, told: Told, has_new
         needed = -(-len(told.sequence) // config.block_size)
         must(needed > (told.ended_in or config.num_blocks), who + "the pool could have held it")
     else:
-        must(reason == FinishReason.ERROR and completion.error, who + f"ended by {reason}")
+        failed = reason == FinishReason.ERROR and completion.error
+        must(failed and told.request.adapter is not None, who + f"ended by {reason}")
     _judge_extras(config, completion, told, who)
 
 
@@ -210,7 +215,7 @@ def _judge_extras(config: Config, completion: Completion, told: Told, who: str) 
     else:
         wanted = [[t + k for k in range(sampling.logprobs)] for t in told.tokens]
         must(completion.top_ids.tolist() == wanted, who + "likeliest tokens of other draws")
-    if completion.finish_reason in (FinishReason.CAPACITY, FinishReason.ERROR):
+    if told.reread or completion.finish_reason in (FinishReason.CAPACITY, FinishReason.ERROR):
         return
     context = told.context(config)
     if sampling.prompt_logprobs is not None and told.index == 0:

@@ -110,6 +110,10 @@ class HostMachine(RuleBasedStateMachine):
     def whole_state(self, kind: str) -> None:
         self.machine.do((kind, {}))
 
+    @rule(pick=picks)
+    def logits_are_not_finite(self, pick: int) -> None:
+        self.machine.do(("spoil", {"pick": pick}))
+
     @rule()
     def other_weights(self) -> None:
         self.number += 1

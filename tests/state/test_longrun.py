@@ -9,6 +9,7 @@ from purestep.simulation.coverage import TRANSITIONS
 from purestep.simulation.longrun import (
     Failure,
     caught_by,
+    configs_for,
     long_run,
     random_world,
     report,
@@ -23,10 +24,15 @@ def test_a_short_long_run_breaks_no_law_and_counts_what_happened() -> None:
     lines: list[str] = []
     coverage = long_run(600, 5, 3, tells=lines.append)
     assert coverage.events["step"] >= 600
-    assert len(lines) == 3
+    assert len(lines) == coverage.configs == 3
     assert coverage.counts["preemption"] > 0
     assert set(coverage.counts) <= set(TRANSITIONS)
     assert len(coverage.table().splitlines()) == len(TRANSITIONS)
+
+
+def test_a_million_steps_are_of_far_more_than_fifty_configs() -> None:
+    assert configs_for(1_000_000) == 500
+    assert configs_for(1000) == 50
 
 
 def test_a_run_depends_on_its_seed_alone() -> None:
