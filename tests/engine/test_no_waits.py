@@ -13,7 +13,7 @@ from purestep.engine.pending import Ring
 from purestep.engine.sampling import sampled
 from purestep.engine.upload import Arrays
 from tests.engine.test_graphs import RANKS, gpu_program, needs_gpu, with_ranks
-from tests.engine.tiny import prompt, request, submit_all, tiny_program
+from tests.engine.tiny import prompt, request, run, submit_all, tiny_program
 
 gpu = pytest.mark.gpu
 
@@ -59,6 +59,19 @@ def test_sampling_looks_at_no_value_on_the_device(monkeypatch: pytest.MonkeyPatc
         assert token_S.shape == (len(KINDS),)
         with pytest.raises(DataDependentOutputException):
             raw_SV.amax().item()
+
+
+def test_rows_of_every_kind_say_the_same_with_work_queued_ahead(eager_graphs: list[int]) -> None:
+    """What is queued behind a step is planned from a guess of all that its rows ask for."""
+    sizes = {"max_rows": 16, "max_batched_tokens": 256, "num_blocks": 100}
+    plain = tiny_program(**sizes, row_buckets=(4, 16))
+    _, want = run(plain, init(plain), mixed(6))
+    ahead = replace(plain, fused=True, graphs=True)
+    _, got = run(ahead, init(ahead), mixed(6))
+    assert len(eager_graphs) == 5
+    for name, done in want.items():
+        assert got[name].tokens.tolist() == done.tokens.tolist(), name
+        np.testing.assert_array_equal(got[name].top_ids, done.top_ids)
 
 
 def run_without_waits(program: Program, state, count: int, turns: int, driver) -> None:

@@ -127,7 +127,7 @@ def test_prompts_of_mixed_adapters_are_those_of_float64(dtype: str, limit: float
     ranks = (8, 16, 24, 32, 64, 104, 128, 256)
     program = gpu_program(dtype, lora_rows=640, max_batched_tokens=96)
     state = given(program, ranks)
-    items = [request(str(n), prompt(n, 1 + n), w, max_tokens=1) for n, w in enumerate(PATTERN)]
+    items = [request(str(n), prompt(n, 2 + n), w, max_tokens=1) for n, w in enumerate(PATTERN)]
     items += [request(f"r{n}", prompt(n, 12), str(n), max_tokens=1) for n in range(len(ranks))]
     state = assert_exact(program, state, items, limit)
     assert_exact(
