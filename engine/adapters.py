@@ -91,8 +91,8 @@ def read(
         dtype=getattr(torch, config.dtype),
         max_rank=config.max_lora_rank,
         name=name,
-        pinned=on_gpu(config.device),
         tower=config.tower,
+        pinned=on_gpu(config.device),
         pause=pause,
     )
 

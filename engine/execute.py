@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from purestep.engine.config import Config
-from purestep.engine.encode import encoded_outputs, merged_rows
+from purestep.engine.encode import Faults, encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import gather_, pack, pack_fused, pack_vocab
 from purestep.engine.pending import Pending, fetched, landed
@@ -130,18 +130,19 @@ def _queued(
     with torch.inference_mode():
         if replayed:
             raw_RV = replay(program, pool, plan, drawn_S)
-            return _sampled(program, device, plan, raw_RV, [], [])
+            return _sampled(program, device, plan, raw_RV, [], [], ())
         seen: Seen = [[] for _ in plan.hidden]
-        embeds = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
+        embeds, faults = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
             index_S, lora = batch.logits_index_S, batch.head_lora
             raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
         scores = [_scored(program, pool, plan, row, hidden_TD) for row in plan.scored]
-        found = _sampled(program, device, plan, raw_SV, scores, seen)
+        found = _sampled(program, device, plan, raw_SV, scores, seen, faults)
     # At the end, as the state before a step that fails knows nothing of them.
-    pool.encoded.update({i.identifier: outputs[i.identifier] for i in plan.encodes if i.keep})
+    kept = [i for i in plan.encodes if i.keep and len(outputs[i.identifier]) == i.num_embeds]
+    pool.encoded.update({item.identifier: outputs[item.identifier] for item in kept})
     return found
 
 
@@ -165,6 +166,7 @@ def _sampled(
     raw_SV: torch.Tensor | None,
     scores: Sequence[Callable[[], Scores]],
     seen: Seen,
+    faults: Faults,
 ) -> tuple[Drawn, Callable[[], StepResult]]:
     drawn, fields = device.drawn, None
     if raw_SV is not None:
@@ -174,10 +176,11 @@ def _sampled(
 
     def read() -> StepResult:
         result = NOTHING if fields is None else StepResult(**fields())
-        if not (scores or seen):
+        if not (scores or seen or faults):
             return result
         hidden = _hidden_arrays(program.config, plan, seen)
-        return replace(result, scored=tuple(score() for score in scores), hidden=hidden)
+        scored = tuple(score() for score in scores)
+        return replace(result, scored=scored, hidden=hidden, faults=faults)
 
     return drawn, read
 
@@ -199,7 +202,7 @@ def _forward(
     fused = program.fused
     batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
     if drawn_S is not None:
-        gather_(batch.token_T, plan, drawn_S, graphs_of(pool).gathering)
+        gather_(batch.token_T, plan, drawn_S)
     if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
@@ -260,20 +263,20 @@ def _embeds(
     plan: StepPlan,
     blobs: Mapping[str, Any],
     outputs: Mapping[str, torch.Tensor],
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """(index_E, rows): which token rows enter as embeddings, and those. A prompt's own embeddings
-    have nothing for deeper layers."""
-    if not (plan.embedded or plan.merges):
-        return None
+) -> tuple[tuple[torch.Tensor, torch.Tensor] | None, Faults]:
+    """((index_E, rows): which token rows enter as embeddings, and those, if any; items that are not
+    what was said of them). A prompt's own embeddings have nothing for deeper layers."""
     device = program.config.device
     rows = [
         sent_tensor(blobs[s.blob][s.first_row : s.first_row + len(s.index_E)], device)
         for s in plan.embedded
     ]
-    merged = merged_rows(program, pool, plan, blobs, outputs)
+    merged, faults = merged_rows(program, pool, plan, blobs, outputs)
+    rows += [own for _, own in merged]
+    if not rows:
+        return None, faults
     index_E = np.concatenate([s.index_E for s in plan.embedded] + [index for index, _ in merged])
     index = sent({"E": index_E.astype(np.int64)}, device)
-    rows += [own for _, own in merged]
     width = max(own.shape[1] for own in rows)
-    padded = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for r in rows]
-    return index["E"], torch.cat(padded)
+    rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for r in rows]
+    return (index["E"], torch.cat(rows)), faults

@@ -54,8 +54,8 @@ class Item:
     ids: np.ndarray  # int32 [n]
     is_embed: np.ndarray | None  # bool [n]
     grid: tuple[int, int, int] | None
-    around: tuple[str, str]  # texts that the prompt has beside it
     data: dict[str, Tensor]  # as `VisionFamily.encode` takes it; {"embeds": [E, D]} needs none
+    around: tuple[str, str] = ("", "")  # texts that the prompt has beside it
 
 
 def image_part(given: Any, who: str) -> ImagePart:
@@ -255,7 +255,6 @@ def _embedded(program: "Program", part: ImagePart, who: str) -> Item:
         ids=marker_ids(program.vision.family.marker(program.vision.config), len(rows_ED)),
         is_embed=None,
         grid=grid,
-        around=("", ""),
         data={"embeds": rows_ED},
     )
 

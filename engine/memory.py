@@ -207,11 +207,16 @@ def choose_num_blocks(
         wanted = config.max_rows * -(-config.max_context // config.block_size)
         num_blocks = min(limit // block, wanted) if kv_bytes is None else limit // block
         if num_blocks < 1:
-            kept = encoder_cache_bytes(config)
-            raise ConfigError(
-                f"kv_bytes={limit} hold no KV block of {block} bytes"
-                + (f"; encoding takes {encoder_bytes}, what it keeps {kept}" if kept else "")
-            )
+            kept, why = encoder_cache_bytes(config), ""
+            if kv_bytes is None and (kept or encoder_bytes):
+                why = (
+                    f": encoding as many of the largest images as max_encoder_tokens="
+                    f"{config.max_encoder_tokens} admits takes {encoder_bytes} bytes, and what is "
+                    f"kept of it (encoder_cache_tokens={config.encoder_cache_tokens}) {kept}. "
+                    "Lower these or the image processor's largest size, give num_blocks, or leave "
+                    "the former out with skip_encoder_profile=True"
+                )
+            raise ConfigError(f"kv_bytes={limit} hold no KV block of {block} bytes{why}")
     return replace(config, num_blocks=num_blocks)
 
 

@@ -21,11 +21,12 @@ from purestep.ops.lora_tiles import tile_arrays
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
+from purestep.state.tables import block_matrix
 
 
 def pack(config: Config, plan: StepPlan) -> Batch:
     """A plan's tensors, padded to its descriptor. Padding writes no KV and has no adapter."""
-    arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
+    arrays = pack_arrays(config, plan, int(plan.tables.length_R.max()))
     slot_T = slots(plan)
     return Batch(
         **sent(arrays, config.device),
@@ -43,7 +44,7 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     row_T = np.repeat(np.arange(len(count_R)), count_R)
     first_R = np.cumsum(count_R) - count_R
     position_T = plan.start_R[row_T] + np.arange(len(row_T)) - first_R[row_T]
-    table_RM = _block_table(plan, shape.num_rows, num_blocks)
+    table_RM = block_matrix(plan.tables, shape.num_rows, num_blocks)
     kv_index_T = table_RM[row_T, position_T // B].astype(np.int64) * B + position_T % B
     query_start_R1 = np.full(shape.num_rows + 1, len(row_T), np.int32)
     query_start_R1[: len(count_R)] = first_R
@@ -62,7 +63,7 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     }
 
 
-def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor, staging: "Staging") -> None:
+def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
     """Put the ids that the step before drew where the plan wants them, on the device; does not
     wait."""
     place_N = np.flatnonzero(plan.gathered_T >= 0)
@@ -70,11 +71,9 @@ def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor, staging: "Staging"
     if place_N[-1] == N - 1 and (np.diff(from_N) == 1).all():  # as in most decode steps
         token_T[:N].copy_(drawn_S[int(from_N[0]) :][:N])
         return
-    arrays = {"place_N": place_N.astype(np.int64), "from_N": from_N.astype(np.int64)}
-    spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
-    index = _tensors(staging.send(arrays, None, str(token_T.device)), spots)
-    ids_N = drawn_S.index_select(0, index["from_N"]).to(token_T.dtype)
-    token_T.index_copy_(0, index["place_N"], ids_N)
+    index = sent({"to": place_N.astype(np.int64), "from": from_N.astype(np.int64)}, token_T.device)
+    ids_N = drawn_S.index_select(0, index["from"]).to(token_T.dtype)
+    token_T.index_copy_(0, index["to"], ids_N)
 
 
 def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
@@ -101,13 +100,6 @@ def _vocab_batches(
         "embed_lora": _pack_embed(config, plan, slot_T, plan.descriptor.num_tokens),
         "head_lora": pack_vocab(config, plan, "head", slot_T[index_S], len(index_S)),
     }
-
-
-def _block_table(plan: StepPlan, num_rows: int, num_blocks: int) -> np.ndarray:
-    table_RM = np.zeros((num_rows, num_blocks), np.int32)
-    for row, table in enumerate(plan.tables):
-        table_RM[row, : len(table)] = table
-    return table_RM
 
 
 def _padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
@@ -212,24 +204,19 @@ class Staging:
 
 def views(buffer: Tensor, spots: Spots) -> Batch:
     """A Batch over the bytes of a buffer."""
-    tensors = _tensors(buffer, spots)
-    names = ("row_E", "span_X2", "token_XI")
-    lora = {name: tensors.pop(name) for name in names if name in tensors}
-    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
-
-
-def _tensors(buffer: Tensor, spots: Spots) -> dict[str, Tensor]:
     tensors = {}
     for name, (start, shape, dtype) in spots.items():
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    return tensors
+    names = ("row_E", "span_X2", "token_XI")
+    lora = {name: tensors.pop(name) for name in names if name in tensors}
+    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
 
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
     """`pack` for the fused decoder, in one copy."""
-    arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
+    arrays = pack_arrays(config, plan, int(plan.tables.length_R.max()))
     index_S = arrays["logits_index_S"]
     if plan.residents:
         arrays |= lora_tile_arrays(config, plan)

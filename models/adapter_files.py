@@ -85,8 +85,8 @@ def read_adapter(
     dtype: torch.dtype,
     max_rank: int | None,
     name: str = "",
-    pinned: bool = False,
     tower: Sequence[FusedLinear] = (),
+    pinned: bool = False,
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     """Read a folder as PEFT's `save_pretrained` writes it.

@@ -186,9 +186,33 @@ def test_no_step_splits_an_image(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_a_prefix_that_ends_before_a_picture_or_in_it(kind: str, block: int) -> None:
+    """PC-11: warm with the text before it, then with both, then whole; as with a cold cache."""
+    text, item = list(range(5, 15)), asked(kind, "first")
+    [feature] = item.features
+    behind = text + list(item.tokens[: feature.length])
+    whole = [*behind, *range(20, 30)]
+    feature = replace(feature, offset=len(text))
+    engine, cold = program(kind, block_size=block), program(kind, prefix_caching=False)
+    state = init(engine)
+    for tokens, features in ((text, ()), (behind, (feature,)), (whole, (feature,))):
+        request = replace(item, tokens=tokens, features=features)
+        state, found = run(engine, state, [request])
+        _, want = run(cold, init(cold), [request])
+        done, want = found["first"], want["first"]
+        assert done.tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(done.logprobs, want.logprobs, atol=1e-5)
+        inside = done.num_cached_tokens - len(text)
+        assert not 0 < inside < feature.length
+    assert done.num_cached_tokens == {1: 28, 4: 28, 16: 0}[block]
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
 def test_preempted_within_a_batch_of_images(kind: str) -> None:
     """Too few blocks for all: requests leave, come back and say the same."""
-    engine = program(kind, block_size=3, num_blocks=47, prefix_caching=False)
+    sizes = {"block_size": 3, "num_blocks": 47, "max_batched_tokens": 256}
+    engine = program(kind, **sizes, prefix_caching=False)
     _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
     check(kind, found)
     assert sum(completion.num_preemptions for completion in found.values()) > 0
