@@ -130,6 +130,7 @@ def same_places(one: Sequence[Residence], other: Sequence[Residence]) -> bool:
 def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     """Record a decode step of this shape; nothing is written but padding's logits."""
     graphs = graphs_of(pool)
+    graphs.ahead = None  # what was queued has its logits where padding's go
     inputs, batch = padding(pool.config, shape)
     logits_RV = graphs.logits_RV[: shape.num_rows]
 

@@ -11,6 +11,7 @@ from bench import (
     batch_file,
     cpu_generate,
     gpu_engine,
+    gpu_loading,
     gpu_ops,
     host_step,
     image_prefill,
@@ -116,6 +117,15 @@ def test_loading_smoke(tmp_path: Path) -> None:
     assert all(line["value"] > 0 for line in lines.values())
     assert lines["loading/p50_ratio"]["steps"] >= 4
     assert lines["loading/p50_ratio"]["loads"] >= 1
+
+
+def test_gpu_loading_smoke(tmp_path: Path) -> None:
+    """On a CPU, in seconds: what is measured there is void."""
+    file = tmp_path / "figures.json"
+    gpu_loading.main(["--smoke", "--json", str(file)])
+    lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
+    assert {"gpu_loading/p50_ratio", "gpu_loading/p99_ratio", "gpu_loading/rate"} < set(lines)
+    assert all(line["value"] > 0 for line in lines.values())
 
 
 def test_image_prefill_smoke(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
