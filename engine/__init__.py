@@ -13,7 +13,8 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
-from purestep.engine.batch import BatchJob, run_batch
+from purestep.engine.batch import run_batch
+from purestep.engine.batch_job import BatchJob
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.execute import execute, launch, wait

@@ -117,7 +117,7 @@ def _entry(name: str, module: str, shown: str = "") -> Iterator[str]:
     yield from (f"### {name}", "")
     yield "```python"
     if shown:
-        yield from (f"from {shown} import {name}", "")
+        yield from (f"from {shown} import {name}", "", "")
     if isinstance(node, ast.FunctionDef):
         yield from signature(node)
     elif isinstance(node, ast.ClassDef):

@@ -5,45 +5,24 @@ each record is written when the last sample of its line has finished. So records
 of completion; `line` says where each belongs.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import islice
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from purestep.engine.batch_files import DigestSet, Line, ResultFile, read_lines
-from purestep.engine.batch_media import MediaRule, read_media
+from purestep.engine.batch_job import BatchJob, check_job
 from purestep.engine.batch_progress import Counts, Progress
 from purestep.engine.batch_records import RecordMaker, encoded, failed_record
+from purestep.engine.batch_requests import request_of
 from purestep.engine.batch_rows import Row, custom_id_of, read_object, row_of
 from purestep.engine.dry_run import dry_step
 from purestep.engine.generate import generate
-from purestep.engine.loader import Resolver
-from purestep.engine.prepare import prepare_cached
 from purestep.engine.program import Program
-from purestep.engine.step import step
-from purestep.state.errors import BatchFileError, BatchLineError, MediaError, RequestError
-from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
+from purestep.state.errors import BatchLineError, MediaError, RequestError
+from purestep.state.processor_cache import empty_processor_cache
 from purestep.state.request import Completion, FinishReason, Request
-from purestep.state.sampling import GREEDY_BELOW, SamplingParams
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class BatchJob:
-    """What a run is told. `adapters` maps names to PEFT folders, `resolver` finds others."""
-
-    input: Path
-    output: Path
-    base_names: tuple[str, ...]  # what `model` may call the base model
-    adapters: Mapping[str, str] = field(default_factory=dict)
-    resolver: Resolver | None = None
-    media: MediaRule | None = None  # by default files below the input's folder
-    image_cache_bytes: int = 256 << 20  # of pictures that lines have in common, processed once
-    window: int = 1024  # lines that are brought into an order
-    max_tokens: int = 256  # of a line that does not say
-    max_line_bytes: int = 64 << 20
-    strict: bool = False  # raise BatchLineError at the first bad line
-    dry_run: bool = False
+T = TypeVar("T")
 
 
 class OpenLine(NamedTuple):
@@ -72,28 +51,6 @@ def run_batch(program: Program, job: BatchJob, progress: Progress | None = None)
         lines = read_lines(job.input, job.max_line_bytes)
         run_lines(program, job, open_lines(job, lines, results, progress), results, progress)
     return progress.counts
-
-
-def check_job(job: BatchJob) -> None:
-    """Raises BatchFileError for a job that contradicts itself or whose files and folders are none,
-    OSError without an input."""
-    if taken := sorted({*job.base_names} & {*job.adapters}):
-        raise BatchFileError(f"adapter {taken[0]!r} has a name of the base model")
-    if job.window < 1:
-        raise BatchFileError(f"window={job.window} must be at least 1")
-    if job.max_tokens < 0:
-        raise BatchFileError(f"max_tokens={job.max_tokens} must be at least 0")
-    if job.input.resolve(strict=True) == job.output.resolve():
-        raise BatchFileError(f"input and output are the same file, {job.input}")
-    if not job.input.is_file():
-        raise BatchFileError(f"{job.input} is no regular file: a run reads it more than once")
-    if not job.output.absolute().parent.is_dir():
-        raise BatchFileError(f"{job.output} cannot be written: there is no such folder")
-    if job.output.exists() and not job.output.is_file():
-        raise BatchFileError(f"{job.output} is no regular file: a run reads it when it goes on")
-    for root in job.media.roots if job.media else ():
-        if not root.is_dir():
-            raise BatchFileError(f"media root {root} is no folder")
 
 
 class Sink(Protocol):
@@ -176,7 +133,7 @@ def run_lines(
         adapters=job.adapters,
         resolver=job.resolver,
         on_step=progress.step,
-        advance=dry_step if job.dry_run else step,
+        advance=dry_step if job.dry_run else None,
     ):
         run.collect(completion)
 
@@ -185,8 +142,8 @@ def run_lines(
 class _Pending:
     """A line in the engine, without the tensors of its pictures."""
 
-    line: Line
-    row: Row
+    line: Line  # without its bytes
+    row: Row  # without its prompt, which may hold a picture's bytes
     tokens: Sequence[int]  # of its prompt
     num_samples: int
     samples: dict[int, Completion] = field(default_factory=dict)
@@ -205,10 +162,12 @@ class _Run:
 
     def requests(self, lines: Iterable[OpenLine]) -> Iterator[Request]:
         """The requests of the lines, in the order of their windows; bad ones are recorded."""
-        rows, cache = self._rows(lines), empty_processor_cache(self.job.image_cache_bytes)
-        while window := list(islice(rows, self.job.window)):
+        cache = empty_processor_cache(self.job.image_cache_bytes)
+        for window in windows(self.job, self._rows(lines), lambda item: item[0]):
             window.sort(key=lambda item: item[1].locality)
-            for line, row in window:
+            window.reverse()
+            while window:
+                line, row = window.pop()  # what has been asked for is held no longer
                 try:
                     cache, request = request_of(
                         self.program, cache, self.job, f"line-{line.number}", row
@@ -216,8 +175,12 @@ class _Run:
                 except (BatchLineError, RequestError) as error:
                     self._fail(line, row.custom_id, error)
                     continue
-                n = request.sampling.n
-                self.pending[request.id] = _Pending(line, row, request.tokens, n)
+                self.pending[request.id] = _Pending(
+                    line=replace(line, raw=b""),
+                    row=replace(row, prompt=""),
+                    tokens=request.tokens,
+                    num_samples=request.sampling.n,
+                )
                 yield request
 
     def _rows(self, lines: Iterable[OpenLine]) -> Iterator[tuple[Line, Row]]:
@@ -253,72 +216,18 @@ class _Run:
         fail(self.job, self.results, self.progress, line, custom_id, error)
 
 
-def request_of(
-    program: Program, cache: ProcessorCache, job: BatchJob, request_id: str, row: Row
-) -> tuple[ProcessorCache, Request]:
-    """The cache that knows a row's pictures, and the request that it asks for. What the row leaves
-    open is as the checkpoint's generation_config.json has it. Raises BatchLineError, RequestError.
-    """
-    _check_adapter(job, row)
-    prompt = row.prompt
-    if row.images:
-        prompt = with_pictures(job.media or MediaRule(folder=job.input.parent), prompt)
-        if program.vision is None:
-            raise BatchLineError("modality_not_supported", "this model takes no images")
-    sampling = _sampling(program.defaults, job, row)
-    try:
-        return prepare_cached(
-            program,
-            cache,
-            prompt,
-            id=request_id,
-            adapter=row.adapter,
-            salt=row.salt,
-            sampling=sampling,
-            chat_template_kwargs=row.chat_template_kwargs,
-        )
-    except RequestError:
-        raise
-    except Exception as error:  # a chat template raises what it likes
-        why = f"{type(error).__name__}: {error}"
-        raise BatchLineError("invalid_request", f"the prompt cannot be prepared: {why}") from error
-
-
-def with_pictures(
-    rule: MediaRule, messages: Sequence[Mapping[str, Any]]
-) -> list[Mapping[str, Any]]:
-    """The messages with the bytes of each picture in its part. Raises BatchLineError."""
-
-    def filled(part: Mapping[str, Any]) -> Mapping[str, Any]:
-        if part["type"] != "image":
-            return part
-        return {"type": "image", "image": read_media(rule, part["url"])}
-
-    return [
-        message
-        if isinstance(message["content"], str)
-        else {**message, "content": [filled(part) for part in message["content"]]}
-        for message in messages
-    ]
-
-
-def _check_adapter(job: BatchJob, row: Row) -> None:
-    name = row.adapter
-    if name is None or name in job.adapters or (job.resolver and job.resolver(name)):
-        return
-    known = ", ".join(map(repr, sorted({*job.base_names, *job.adapters})))
-    more = " and the folders of --adapter-dir" if job.resolver else ""
-    raise BatchLineError(
-        "model_not_found", f"no model or adapter is called {name!r}; known are {known}{more}", 404
-    )
-
-
-def _sampling(defaults: SamplingParams, job: BatchJob, row: Row) -> SamplingParams:
-    given = {"max_tokens": job.max_tokens, **row.sampling}
-    warmth = given.get("temperature", defaults.temperature)
-    if isinstance(warmth, int | float) and warmth < GREEDY_BELOW:  # then these have no effect
-        given = {"top_k": 0, "top_p": 1.0, "min_p": 0.0, **given}
-    return replace(defaults, **given)
+def windows(job: BatchJob, items: Iterable[T], line_of: Callable[[T], Line]) -> Iterator[list[T]]:
+    """Items in lists of up to `window` lines, which end early where they hold `window_bytes`."""
+    window: list[T] = []
+    nbytes = 0
+    for item in items:
+        window.append(item)
+        nbytes += len(line_of(item).raw or b"")
+        if len(window) == job.window or nbytes >= job.window_bytes:
+            yield window
+            window, nbytes = [], 0
+    if window:
+        yield window
 
 
 def failure_of(completion: Completion, program: Program) -> BatchLineError | None:

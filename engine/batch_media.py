@@ -7,8 +7,10 @@ followed, it lies below that folder or below one of the media roots.
 import base64
 import binascii
 import http.client
+import threading
 import time
 import urllib.request
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -26,7 +28,7 @@ class MediaRule:
     roots: tuple[Path, ...] = ()  # beside it
     allow_remote: bool = False
     max_bytes: int = 20 << 20
-    timeout_s: float = 10.0
+    timeout_s: float = 10.0  # for all of a fetch, from its name to its last byte
 
 
 def read_media(rule: MediaRule, source: str) -> bytes:
@@ -89,19 +91,37 @@ def _read_remote(rule: MediaRule, source: str) -> bytes:
     if not rule.allow_remote:
         raise _error("media_forbidden", source, "is remote (see --allow-remote)")
     deadline = time.monotonic() + rule.timeout_s
-    content = bytearray()
+    answer: Future[bytes] = Future()
+
+    def fetch() -> None:
+        try:
+            answer.set_result(_fetched(rule, source, deadline))
+        except BaseException as error:  # whoever waits for it raises it
+            answer.set_exception(error)
+
+    # In a thread, which is given up in time: names that are looked up, connections that are tried
+    # one after another, redirects and headers that trickle have no deadline of their own.
+    threading.Thread(target=fetch, daemon=True).start()
     try:
-        with _opener().open(source, timeout=rule.timeout_s) as answer:
-            while chunk := answer.read1(CHUNK):
-                content += chunk
-                if len(content) > rule.max_bytes:
-                    raise _too_large(rule, source, "has more bytes")
-                if time.monotonic() > deadline:
-                    raise TimeoutError(f"not complete after {rule.timeout_s} s")
+        return answer.result(rule.timeout_s)
+    except TimeoutError:
+        why = f"cannot be fetched: not complete after {rule.timeout_s} s"
+        raise _error("media_fetch_failed", source, why) from None
     except (OSError, ValueError, http.client.HTTPException) as error:  # a space, a foreign protocol
         if isinstance(error, BatchLineError):
             raise
         raise _error("media_fetch_failed", source, f"cannot be fetched: {error}") from None
+
+
+def _fetched(rule: MediaRule, source: str, deadline: float) -> bytes:
+    content = bytearray()
+    with _opener().open(source, timeout=rule.timeout_s) as answer:
+        while chunk := answer.read1(CHUNK):
+            content += chunk
+            if len(content) > rule.max_bytes:
+                raise _too_large(rule, source, "has more bytes")
+            if time.monotonic() > deadline:
+                raise TimeoutError
     return bytes(content)
 
 

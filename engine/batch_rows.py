@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from purestep.state.errors import BatchLineError
+from purestep.state.media import PART_MODALITIES
 from purestep.state.sampling import GREEDY_BELOW, is_int, is_unicode
 
 URLS = {"/v1/chat/completions": "chat", "/v1/completions": "completion"}
@@ -42,13 +43,7 @@ FIELDS = {
         *SAMPLING,
     },
 }
-UNSUPPORTED_PARTS = {
-    "input_audio": "audio",
-    "audio_url": "audio",
-    "audio": "audio",
-    "video_url": "video",
-    "video": "video",
-}
+UNSUPPORTED_PARTS = {kind: what for kind, what in PART_MODALITIES.items() if what != "image"}
 LONGEST_ID = 512
 
 

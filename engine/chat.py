@@ -12,6 +12,7 @@ whole.
 
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
+from operator import add
 from typing import Any
 
 from purestep.engine.images import IMAGE_PARTS, OTHER_MEDIA, ImagePart, image_part
@@ -60,9 +61,15 @@ def chat_text(tokenizer: Any, messages: Any, variables: Mapping[str, Any], who: 
 
 
 def chat_tokens(
-    tokenizer: Any, messages: Messages, variables: Mapping[str, Any], marker: int, who: str
+    tokenizer: Any,
+    messages: Messages,
+    variables: Mapping[str, Any],
+    marker: int,
+    who: str,
+    around: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """The ids of a chat, `marker` for each image in the order of `image_parts`.
+    """The ids of a chat, `marker` for each image in the order of `image_parts`, between the texts
+    that `around` has for it.
 
     Raises RequestError where the template takes neither text nor parts, or rejects the messages.
     """
@@ -92,11 +99,25 @@ def chat_tokens(
         for m in messages
     ]
     text = chat_text(tokenizer, plain, escaped(variables), who)
+    if around:
+        text = surrounded(text, word, around, who)
     first, *others = text.split(cut) if cut else [text]
     tokens = list(tokenizer.encode(first, add_special_tokens=False))
     for piece in others:
         tokens += _encoded_after(tokenizer, piece, word, marker)
     return tokens
+
+
+def surrounded(text: str, word: str, around: Sequence[tuple[str, str]], who: str) -> str:
+    """`text` with each `word` in it between two texts, in order. MediaError for another number."""
+    first, *others = text.split(word)
+    if len(others) != len(around):
+        raise MediaError(
+            f"{who}: the prompt's text has {len(others)} places for an image ({word}), but "
+            f"{len(around)} images are given"
+        )
+    pieces = [before + word + behind for before, behind in around]
+    return first + "".join(map(add, pieces, others))
 
 
 def marker_text(tokenizer: Any, marker: int) -> str:

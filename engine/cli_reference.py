@@ -6,7 +6,8 @@ It does not take argparse's own help, whose layout changes with Python.
 import argparse
 from collections.abc import Iterator
 
-from purestep.engine.cli import EXIT_CODES, make_parser
+from purestep.engine.cli import make_parser
+from purestep.engine.cli_batch import EXIT_CODES
 
 
 def reference() -> str:

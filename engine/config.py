@@ -1,5 +1,6 @@
 """Every choice an engine makes, resolved once and then frozen."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -7,6 +8,7 @@ from purestep.models.config import FusedLinear, ModelConfig
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.engine import HostState, empty_host
 from purestep.state.errors import ConfigError
+from purestep.state.media import MODALITIES
 from purestep.state.plan import BatchDescriptor
 from purestep.state.request import Request, RequestState
 from purestep.state.text import TokenTable
@@ -44,6 +46,8 @@ class Config:
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
+    # (modality, adapter): whose requests with such media get that adapter if they name none
+    default_adapters: tuple[tuple[str, str], ...] = ()
     lora_tower: bool = False  # memory for adapters on the tower and its projector too
     tower: tuple[FusedLinear, ...] = ()  # their linears, with those never run; follows from vision
     vision: Any = None  # geometry of the loaded tower, frozen (models/vision.py); None without one
@@ -116,8 +120,13 @@ def check_config(config: Config) -> Config:
             f"image_limit={config.image_limit} must be at least 1 with a vision tower, which this "
             f"program {'has' if config.vision is not None else 'lacks'}, and 0 without"
         )
-    if config.lora_tower and config.vision is None:
-        raise ConfigError("lora_tower=True, but this program has no vision tower")
+    for modality, name in config.default_adapters:
+        if modality not in MODALITIES:
+            raise ConfigError(
+                f"default_adapters: {modality!r} is no modality, which are {', '.join(MODALITIES)}"
+            )
+        if not isinstance(name, str) or not name:
+            raise ConfigError(f"default_adapters: {modality!r} needs an adapter's name: {name!r}")
     if not 0 <= config.seed < 2**64:
         raise ConfigError(f"seed={config.seed} must be in 0..2**64-1")
     if config.max_encoder_tokens < 0 or config.encoder_cache_tokens < 0 or config.mrope_merge < 0:
@@ -172,17 +181,22 @@ def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) ->
     """The shape a step is padded to: the smallest bucket that holds its tokens, or its rows where
     each has one token. More than the largest bucket are not padded."""
     uniform = num_tokens == num_rows
-    buckets = config.row_buckets if uniform else ()
-    if rows := next((b for b in buckets if b >= num_rows), 0):
+    if uniform and (rows := _bucket(config.row_buckets, num_rows)):
         num_tokens = num_rows = rows
     else:
-        num_tokens = next((b for b in config.token_buckets if b >= num_tokens), num_tokens)
+        num_tokens = _bucket(config.token_buckets, num_tokens) or num_tokens
     return BatchDescriptor(
         num_tokens=num_tokens,
         num_rows=num_rows,
         uniform_decode=uniform,
         num_active_loras=_rounded(num_active, config.max_active_adapters),
     )
+
+
+def _bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest that holds so many; 0 where none does."""
+    place = bisect_left(buckets, size)
+    return buckets[place] if place < len(buckets) else 0
 
 
 def has_graph(config: Config, shape: BatchDescriptor) -> bool:

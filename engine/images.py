@@ -18,7 +18,7 @@ from purestep.engine.pictures import decode_picture, encoded_bytes, is_encoded, 
 from purestep.models.vision import Words, marker_ids
 from purestep.state.errors import ConfigError, MediaError, RequestError
 from purestep.state.identity import alias, content_digest, identifier
-from purestep.state.media import Feature
+from purestep.state.media import PART_MODALITIES, Feature
 from purestep.state.processor_cache import Processed, ProcessorCache, find, remember
 from purestep.state.sampling import is_int, is_list
 
@@ -30,7 +30,7 @@ IMAGE_PARTS = {  # by the part's type, which is also the key of what it shows: t
     "image_url": ("id", "options"),
     "image_embeds": ("grid",),
 }
-OTHER_MEDIA = ("audio", "audio_url", "input_audio", "input_image", "video", "video_url")
+OTHER_MEDIA = tuple(kind for kind in PART_MODALITIES if kind not in IMAGE_PARTS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,6 +55,7 @@ class Item:
     is_embed: np.ndarray | None  # bool [n]
     grid: tuple[int, int, int] | None
     data: dict[str, Tensor]  # as `VisionFamily.encode` takes it; {"embeds": [E, D]} needs none
+    around: tuple[str, str] = ("", "")  # texts that the prompt has beside it
 
 
 def image_part(given: Any, who: str) -> ImagePart:
@@ -205,23 +206,38 @@ def _lookup(
 
 def _item(program: "Program", found: Processed) -> Item:
     family, config, tensors = program.vision.family, program.vision.config, dict(found.tensors)
-    ids, is_embed = family.placeholder(config, tensors, _words(program))
+    ids, is_embed = family.placeholder(config, tensors, words_of(program.tokenizer))
     return Item(
         digest=found.digest,
         ids=ids,
         is_embed=is_embed,
         grid=family.grid(config, tensors),
+        around=family.around(config, tensors),
         data=tensors,
     )
 
 
-def _words(program: "Program") -> Words:
+def with_texts(program: "Program", items: Sequence[Item]) -> list[Item]:
+    """The items with the texts around them as ids of their own, within their placeholders."""
+    words, found = words_of(program.tokenizer), []
+    for item in items:
+        before, behind = (np.array(words(text) if text else [], np.int32) for text in item.around)
+        inside = np.ones(len(item.ids), bool) if item.is_embed is None else item.is_embed
+        mask = np.pad(inside, (len(before), len(behind)))
+        ids = np.concatenate((before, item.ids, behind))
+        found.append(replace(item, ids=ids, is_embed=mask, around=("", "")))
+    return found
+
+
+def words_of(tokenizer: Any) -> Words:
+    """The ids of a text by a tokenizer. ConfigError, once asked, where there is none."""
+
     def words(text: str) -> list[int]:
-        if program.tokenizer is None:
+        if tokenizer is None:
             raise ConfigError(
                 f"the program has no tokenizer, but a picture's place has {text!r} in it"
             )
-        return program.tokenizer.encode(text, add_special_tokens=False)
+        return tokenizer.encode(text, add_special_tokens=False)
 
     return words
 

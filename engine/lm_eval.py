@@ -1,9 +1,11 @@
 """A backend for lm-evaluation-harness: `python -m purestep.engine.lm_eval --model purestep ...`.
 
 The module registers the backend under the name `purestep` and is the harness's own command line
-otherwise: version 0.4.13 looks for models in its own package alone. A notebook imports the module
-and calls `lm_eval.simple_evaluate(model="purestep", ...)`. Arguments: `pretrained`, the checkpoint
-folder; `adapter`, a PEFT folder; `max_length`, `max_gen_toks`, and the options of `load_program`.
+otherwise: up to version 0.4.13 the harness looks for models in its own package alone. Later ones
+find the entry point in the group `lm_eval.models`, so that there `lm_eval --model purestep` will
+do. A notebook imports the module and calls `lm_eval.simple_evaluate(model="purestep", ...)`.
+Arguments: `pretrained`, the checkpoint folder; `adapter`, a PEFT folder; `max_length`,
+`max_gen_toks`, and the options of `load_program`.
 """
 
 from collections.abc import Iterator, Sequence

@@ -14,6 +14,7 @@ import torch
 
 from purestep.engine.config import Config
 from purestep.engine.platform import available_bytes
+from purestep.engine.sampling import SCORE_CHUNK
 from purestep.models.config import (
     TOWER,
     FusedLinear,
@@ -176,6 +177,12 @@ def activation_bytes(
     return 4 * (num_tokens * widths + logits * num_rows * model.vocab_size)
 
 
+def step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, vocab: bool, tp: int = 1) -> int:
+    """Of the largest step, whose rows are sampled while prompt tokens of others are scored, a chunk
+    of them at a time."""
+    return activation_bytes(model, num_tokens, num_rows + SCORE_CHUNK, vocab, tp)
+
+
 def graph_bytes(model: ModelConfig, num_rows: int, vocab: bool, tp: int = 1) -> int:
     """What the captured graphs of decode steps of up to `num_rows` rows share: the logits and the
     intermediates of the largest."""
@@ -200,11 +207,16 @@ def choose_num_blocks(
         wanted = config.max_rows * -(-config.max_context // config.block_size)
         num_blocks = min(limit // block, wanted) if kv_bytes is None else limit // block
         if num_blocks < 1:
-            kept = encoder_cache_bytes(config)
-            raise ConfigError(
-                f"kv_bytes={limit} hold no KV block of {block} bytes"
-                + (f"; encoding takes {encoder_bytes}, what it keeps {kept}" if kept else "")
-            )
+            kept, why = encoder_cache_bytes(config), ""
+            if kv_bytes is None and (kept or encoder_bytes):
+                why = (
+                    f": encoding as many of the largest images as max_encoder_tokens="
+                    f"{config.max_encoder_tokens} admits takes {encoder_bytes} bytes, and what is "
+                    f"kept of it (encoder_cache_tokens={config.encoder_cache_tokens}) {kept}. "
+                    "Lower these or the image processor's largest size, give num_blocks, or leave "
+                    "the former out with skip_encoder_profile=True"
+                )
+            raise ConfigError(f"kv_bytes={limit} hold no KV block of {block} bytes{why}")
     return replace(config, num_blocks=num_blocks)
 
 
@@ -219,7 +231,7 @@ def _automatic_bytes(config: Config, encoder_bytes: int) -> int:
 def reserve_bytes(config: Config) -> int:
     """What a step and the graphs may take beside weights and pool."""
     model, vocab = config.model, config.lora_vocab
-    step = activation_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
+    step = step_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
     return step + graph_bytes(model, max(config.row_buckets, default=0), vocab)
 
 

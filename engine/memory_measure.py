@@ -14,7 +14,12 @@ import torch
 
 from purestep.engine.adapters import load_adapter_tensors
 from purestep.engine.memory import itemsize_of, pool_bytes, reserve_bytes, weight_bytes
-from purestep.engine.memory_encoder import computed_bytes, measured_bytes, tower_bytes
+from purestep.engine.memory_encoder import (
+    computed_bytes,
+    largest_adapter,
+    measured_bytes,
+    tower_bytes,
+)
 from purestep.engine.program import Program, init, load_program
 from purestep.engine.requests import submit
 from purestep.engine.step import step
@@ -47,8 +52,9 @@ def measure(path: str | os.PathLike, device: str, **options: Any) -> Measured:
     if vision is not None and torch.device(device).type != "cpu":
         settings = program.image_processor.call.to_dict() if program.image_processor else {}
         items = vision.family.heaviest(vision.config, settings, config.max_encoder_tokens)
+        adapters = largest_adapter(config, len(items))
         computed = computed_bytes(vision.family, vision.config, items, itemsize)
-        found["encoding"] = (computed, measured_bytes(vision, items, device))
+        found["encoding"] = (computed, measured_bytes(vision, items, device, adapters))
     state = init(program)
     if torch.device(device).type != "cpu":
         found["pool"] = (pool_bytes(config, config.num_blocks), _taken(device) - loaded)
@@ -83,13 +89,16 @@ def with_adapters(program: Program, state: EngineState) -> EngineState:
 
 
 def largest_batch(program: Program, state: EngineState) -> EngineState:
-    """As many rows as may run, whose prompts fill the first step, and every adapter."""
+    """As many rows as may run, with every adapter; their prompts fill the first step, and are
+    scored."""
     config, names = program.config, sorted(state.host.adapters.names)
     length = min(config.max_batched_tokens // config.max_rows, config.max_context - 2)
     prompts_RT = np.random.default_rng(0).integers(
         0, config.model.vocab_size, (config.max_rows, max(length, 1))
     )
-    sampling = SamplingParams(max_tokens=2, ignore_eos=True, top_k=50, top_p=0.9)
+    sampling = SamplingParams(
+        max_tokens=2, ignore_eos=True, top_k=50, top_p=0.9, logprobs=5, prompt_logprobs=5
+    )
     for row, prompt in enumerate(prompts_RT.tolist()):
         adapter = names[row % len(names)] if names else None
         state = submit(

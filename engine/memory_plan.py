@@ -9,7 +9,6 @@ from typing import Any
 
 from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import (
-    activation_bytes,
     check_tp,
     encoder_output_bytes,
     graph_bytes,
@@ -17,12 +16,15 @@ from purestep.engine.memory import (
     kv_token_bytes,
     slot_bytes,
     slot_table,
+    step_bytes,
+    tower_slot_bytes,
     vocab_slot_bytes,
     weight_bytes,
 )
 from purestep.engine.memory_encoder import computed_bytes, most_embeds, tower_bytes
 from purestep.models.config import ModelConfig
 from purestep.models.families import model_config_from_hf, vision_config_from_hf
+from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import VisionFamily
 from purestep.state.adapters import ROW_BLOCK
 from purestep.state.errors import CheckpointError, ConfigError
@@ -38,6 +40,7 @@ class Wishes:
     max_adapters: int = 8
     rank: int = 16
     lora_vocab: bool = False
+    lora_tower: bool = False
     block_size: int = 16
     request_tokens: int  # of a typical request, prompt and generated
     image_tokens: int = 576
@@ -111,8 +114,9 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
         for child, (a, b) in slot_table(model, w.rank, w.tp, w.fully_sharded).items()
     }
     slot = slot_bytes(model, w.rank, itemsize, w.tp, w.fully_sharded)
-    slot += vocab_slot_bytes(model, w.rank, itemsize) if w.lora_vocab else 0
-    vocab = vocab_slot_bytes(model, w.rank, itemsize)
+    vocab = vocab_slot_bytes(model, w.rank, itemsize) if w.lora_vocab else 0
+    media = _tower_slot(wishes, tower)
+    slot += vocab + media
     adapters = slot * w.max_adapters
     deepstack = 0 if tower is None else tower.family.deepstack(tower.config)
     image = encoder_output_bytes(model, w.image_tokens, itemsize, deepstack)
@@ -124,10 +128,11 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
         "kv": {"token": token, "block": token * w.block_size, "request": request},
         "adapters": {
             "projections": projections,
-            "vocab": vocab if w.lora_vocab else 0,
+            "vocab": vocab,
+            "tower": media,
             "slot": slot,
             "total": adapters,
-            "host": slot_bytes(model, w.rank, itemsize) + (vocab if w.lora_vocab else 0),
+            "host": slot_bytes(model, w.rank, itemsize) + vocab + media,
             "rows": w.max_adapters * -(-w.rank // ROW_BLOCK) * ROW_BLOCK,
             "as_kv_tokens": adapters / token,
             "as_kv_blocks": adapters / token / w.block_size,
@@ -135,9 +140,7 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
         },
         "image": {"encoder_output": image, "kv": w.image_tokens * token,
                   "as_kv_tokens": image / token},
-        "step": activation_bytes(
-            model, w.max_batched_tokens, w.max_rows, w.lora_vocab, w.tp
-        ),
+        "step": step_bytes(model, w.max_batched_tokens, w.max_rows, w.lora_vocab, w.tp),
         "graphs": graph_bytes(model, w.graph_rows, w.lora_vocab, w.tp),
     }  # fmt: skip
     if tower is not None:
@@ -145,6 +148,16 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
     if w.memory_bytes is not None:
         plan["fits"] = _fits(plan, w)
     return plan
+
+
+def _tower_slot(wishes: Wishes, tower: Tower | None) -> int:
+    """What one adapter takes on tower and projector, which every card holds whole."""
+    if not wishes.lora_tower:
+        return 0
+    if tower is None:
+        raise ConfigError("lora_tower=True, but this model has no vision tower")
+    linears = tower_linears(tower.family, tower.config)
+    return tower_slot_bytes(linears, wishes.rank, itemsize_of(wishes.dtype))
 
 
 def _encoder(model: ModelConfig, wishes: Wishes, tower: Tower) -> dict[str, int]:
@@ -197,6 +210,8 @@ def plan_table(plan: Mapping[str, Any], wishes: Wishes) -> str:
         rows.append(
             ("  adapter slot: embed_tokens, lm_head", adapters["vocab"], "whole vocabulary")
         )
+    if adapters["tower"]:
+        rows.append(("  adapter slot: tower, projector", adapters["tower"], "on every card"))
     rows += [
         ("adapter slot", adapters["slot"], f"rank {wishes.rank}{shared}"),
         (

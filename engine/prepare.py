@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from purestep.engine.chat import chat_text, chat_tokens, image_parts
-from purestep.engine.images import check_image_count, check_places, image_part, place, take_images
+from purestep.engine.chat import chat_text, chat_tokens, image_parts, marker_text, surrounded
+from purestep.engine.images import (
+    check_image_count,
+    check_places,
+    image_part,
+    place,
+    take_images,
+    with_texts,
+)
 from purestep.state.errors import CheckpointError, ConfigError, MediaError, RequestError
 from purestep.state.media import Feature
 from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
@@ -102,6 +109,14 @@ def prepare_cached(
                 options={} if image_options is None else image_options,
                 who=who,
             )
+            around = [item.around for item in items]
+            if any(map(any, around)):
+                if images_at == "markers" and (is_chat or isinstance(prompt, str)):
+                    variables = chat_template_kwargs or {}
+                    tokens = _tokens(program, prompt, is_chat, variables, who, around)
+                    check_places(tokens, marker, len(parts), who)
+                else:
+                    items = with_texts(program, items)
             tokens, features = place(tokens, marker, items)
     request = Request(
         id=id,
@@ -116,21 +131,29 @@ def prepare_cached(
 
 
 def _tokens(
-    program: "Program", prompt: Prompt, is_chat: bool, variables: Mapping[str, Any], who: str
+    program: "Program",
+    prompt: Prompt,
+    is_chat: bool,
+    variables: Mapping[str, Any],
+    who: str,
+    around: Sequence[tuple[str, str]] = (),
 ) -> list[int]:
-    """The prompt's ids, a marker in each image's place."""
+    """The prompt's ids, a marker in each image's place; with `around` between two texts each."""
     if not isinstance(prompt, str) and not is_chat:
         return prompt.tolist() if isinstance(prompt, np.ndarray) else list(prompt)
     tokenizer = program.tokenizer
     if tokenizer is None:
         raise ConfigError("the program has no tokenizer: give token ids in Request(tokens=...)")
     if not is_chat:
+        if around:
+            marker = program.vision.family.marker(program.vision.config)
+            prompt = surrounded(prompt, marker_text(tokenizer, marker), around, who)
         return tokenizer.encode(prompt)
     if program.vision is None:
         text = chat_text(tokenizer, prompt, variables, who)
         return tokenizer.encode(text, add_special_tokens=False)
     marker = program.vision.family.marker(program.vision.config)
-    return chat_tokens(tokenizer, prompt, variables, marker, who)
+    return chat_tokens(tokenizer, prompt, variables, marker, who, around)
 
 
 def _with_markers(tokens: list[int], markers: list[int], at: str, who: str) -> list[int]:

@@ -13,8 +13,9 @@ from immutables import Map
 
 from purestep.engine.config import Config, check_config, initial_host
 from purestep.engine.image_processor import ImageProcessor, load_image_processor
+from purestep.engine.images import words_of
 from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
-from purestep.engine.memory_encoder import encoder_peak_bytes, most_embeds
+from purestep.engine.memory_encoder import encoder_peak_bytes, most_embeds, most_positions
 from purestep.engine.native import use_native
 from purestep.engine.pictures import PictureOptions, check_picture_options
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
@@ -38,6 +39,7 @@ from purestep.state.errors import ConfigError
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
 
+MAX_BATCHED_TOKENS = 1024  # by default
 IMAGE_LIMIT = 999  # images in one prompt where the user sets no limit
 
 
@@ -118,7 +120,7 @@ def make_program(
     kv_bytes: int | None = None,
     max_context: int | None = None,
     max_rows: int = 64,
-    max_batched_tokens: int = 1024,
+    max_batched_tokens: int | None = None,
     long_prefill_threshold: int = 0,
     max_active_adapters: int = 8,
     max_registered_adapters: int = 64,
@@ -137,6 +139,7 @@ def make_program(
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
     lora_tower: bool | None = None,
+    default_adapters: Mapping[str, str] | None = None,
     vision: Vision | None = None,
     image_limit: int | None = None,
     image_processor: ImageProcessor | None = None,
@@ -150,6 +153,8 @@ def make_program(
     """A program over parameters in memory, every option resolved and checked.
 
     `lora_rows` counts the rows of memory for adapters (128), or `adapter_bytes` does.
+    A step computes at most `max_batched_tokens` (1024, or an item that must be computed whole, if
+    that is longer).
     `num_blocks` counts KV blocks of `block_size` tokens; else `kv_bytes` does; else memory decides
     (`engine/memory.py`). `max_context` defaults to the model's, `max_lora_rank` to `lora_rows`;
     with longrope `max_context` also chooses the factors (`models/rope.py: rope_for_context`).
@@ -163,6 +168,8 @@ def make_program(
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `lora_tower` does the same for adapters on the linears of a vision tower and its projector.
+    `default_adapters` maps a modality ("image") to the adapter of requests with such media that
+    name none.
     `image_limit` is the number of images that one prompt may have, by default IMAGE_LIMIT for a
     model with a tower; with 0 there is no tower, and the engine is one for text. `pictures` says
     how they are read.
@@ -171,7 +178,9 @@ def make_program(
     longest that other rows wait for it (by default `max_batched_tokens`, or its largest item if
     that is larger); `encoder_cache_tokens` or `encoder_cache_bytes` of them are kept for later
     steps and requests (by default as many). `disable_chunked_mm_input` computes each item's tokens
-    in one step, as is always done where they see each other in both directions.
+    in one step, as is always done where they see each other in both directions: requests with
+    larger items than a step has tokens are refused, and so is a program, where it is the model
+    that wants it.
     Where memory decides on the number of KV blocks, what the largest step's encoding takes is
     measured first on a GPU, and computed on a CPU (`engine/memory_encoder.py`);
     `skip_encoder_profile` leaves that out, and to you to choose `num_blocks` or `kv_bytes` so that
@@ -191,6 +200,12 @@ def make_program(
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
     tower = () if vision is None else tower_linears(vision.family, vision.config)
+    if default_adapters and vision is None:
+        raise ConfigError(
+            f"default_adapters={dict(default_adapters)}, but this program takes no media"
+        )
+    if lora_tower and vision is None:
+        raise ConfigError("lora_tower=True, but this program has no vision tower")
     if lora_tower is None:
         lora_tower = kind == "cpu" and vision is not None
     if lora_rows is not None and adapter_bytes is not None:
@@ -205,6 +220,14 @@ def make_program(
         row_buckets = default_row_buckets(max_rows) if graphs else ()
     settings = {} if image_processor is None else image_processor.call.to_dict()
     bidirectional = vision is not None and vision.family.bidirectional
+    atomic, longest = disable_chunked_mm_input or bidirectional, 0
+    if vision is not None and atomic:
+        words = (lambda text: ()) if tokenizer is None else words_of(tokenizer)
+        longest = most_positions(vision.family, vision.config, settings, words)
+    if max_batched_tokens is None:
+        max_batched_tokens = max(MAX_BATCHED_TOKENS, longest)
+    if bidirectional:
+        check_steps_hold(longest, max_batched_tokens, long_prefill_threshold)
     config = Config(
         model=replace(model, rope=rope_for_context(model.rope, max_context)),
         weights=weights,
@@ -232,11 +255,12 @@ def make_program(
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
         lora_vocab=lora_vocab,
+        default_adapters=tuple(sorted((default_adapters or {}).items())),
         lora_tower=lora_tower,
         tower=tower,
         vision=None if vision is None else vision.config,
         image_limit=image_limit,
-        disable_chunked_mm_input=disable_chunked_mm_input or bidirectional,
+        disable_chunked_mm_input=atomic,
         bidirectional=bidirectional,
         deepstack=0 if vision is None else vision.family.deepstack(vision.config),
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
@@ -268,6 +292,19 @@ def make_program(
         image_processor=image_processor if vision is not None else None,
         pictures=check_picture_options(pictures),
     )
+
+
+def check_steps_hold(length: int, max_batched_tokens: int, long_prefill_threshold: int) -> None:
+    """Raises ConfigError where no step computes an image of `length` positions whole."""
+    for name, limit in (
+        ("max_batched_tokens", max_batched_tokens),
+        ("long_prefill_threshold", long_prefill_threshold or max_batched_tokens),
+    ):
+        if limit < length:
+            raise ConfigError(
+                f"{name}={limit}: an image takes up to {length} positions, and rows of an image "
+                "see each other in this model, so a step computes all of them"
+            )
 
 
 def with_encoder(

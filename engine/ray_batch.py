@@ -6,7 +6,7 @@ Ray. `ray_processor` is for a pipeline of one's own: a function from one Ray Dat
 """
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from itertools import cycle, islice
 from pathlib import Path
@@ -15,16 +15,9 @@ from typing import Any
 import ray
 import torch
 
-from purestep.engine.batch import (
-    BatchJob,
-    OpenLine,
-    Sink,
-    check_job,
-    fail,
-    open_lines,
-    run_lines,
-)
+from purestep.engine.batch import OpenLine, Sink, fail, open_lines, run_lines, windows
 from purestep.engine.batch_files import Line, ResultFile, read_lines
+from purestep.engine.batch_job import BatchJob, check_job
 from purestep.engine.batch_media import MediaRule
 from purestep.engine.batch_progress import Counts, Progress
 from purestep.engine.batch_rows import FIELDS, custom_id_of, read_object
@@ -94,9 +87,10 @@ def run_batch_ray(
         actors = [
             actor.remote(model, dict(options), job, workers.num_cpus) for _ in range(workers.count)
         ]
-        lines = open_lines(job, read_lines(job.input, job.max_line_bytes), results, progress)
+        opened = open_lines(job, read_lines(job.input, job.max_line_bytes), results, progress)
+        lines = windows(job, (line for line, _, _ in opened), lambda line: line)
         try:
-            for found, counts in _in_flight(actors, _windows(lines, job.window)):
+            for found, counts in _in_flight(actors, lines):
                 for name in TOKENS:
                     setattr(progress.counts, name, getattr(progress.counts, name) + counts[name])
                 for line, record, failed in found:
@@ -107,23 +101,17 @@ def run_batch_ray(
     return progress.counts
 
 
-def _windows(lines: Iterable[OpenLine], size: int) -> Iterator[list[Line]]:
-    lines = iter(lines)
-    while window := [line for line, _, _ in islice(lines, size)]:
-        yield window
-
-
 def _in_flight(
-    actors: list[Any], windows: Iterator[list[Line]]
+    actors: list[Any], given: Iterator[list[Line]]
 ) -> Iterator[tuple[list[tuple[Line, bytes, bool]], dict[str, int]]]:
     """What the actors return, as it comes; each has up to `AHEAD` windows."""
     owner: dict[Any, Any] = {}
-    for handle, window in zip(islice(cycle(actors), AHEAD * len(actors)), windows, strict=False):
+    for handle, window in zip(islice(cycle(actors), AHEAD * len(actors)), given, strict=False):
         owner[handle.run.remote(window)] = handle
     while owner:
         (done,), _ = ray.wait(list(owner), num_returns=1)
         handle = owner.pop(done)
-        for window in islice(windows, 1):
+        for window in islice(given, 1):
             owner[handle.run.remote(window)] = handle
         found, counts = ray.get(done)
         yield found, asdict(counts)

@@ -49,6 +49,8 @@ def submit(state: EngineState, request: Request) -> EngineState:
     With `sampling.n` > 1 each sample is a request of its own from here on: the first lives under
     the request's id, the others under `id#1`, `id#2`, ... They share the prompt's KV blocks.
 
+    Media bring an adapter along where `default_adapters` has one and the request names none.
+
     Raises RequestError (empty or too long prompt, id outside the vocabulary, an id that is live, a
     media item that does not fit), SamplingError or UnknownAdapterError, naming item, value and
     limit, before any change.
@@ -153,6 +155,7 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         has_text=config.tokens is not None,
         processors=config.processors,
     )
+    request = with_default_adapter(config, request)
     check_media(config, request)
     _check_free(host, request.id, request.sampling.n, f"request {request.id!r}")
     generates = request.sampling.max_tokens > 0
@@ -165,6 +168,24 @@ def _checked(config: Config, host: HostState, request: Request) -> Request:
         )
     check_quota(config, request)
     return request
+
+
+def with_default_adapter(config: Config, request: Request) -> Request:
+    """The request with the adapter that its media's modality has by default, if it names none.
+
+    Raises RequestError where two modalities ask for different ones: a request has one adapter.
+    """
+    if request.adapter is not None or not (config.default_adapters and request.features):
+        return request
+    present = {feature.modality for feature in request.features}
+    wanted = [(name, modality) for modality, name in config.default_adapters if modality in present]
+    if len({name for name, _ in wanted}) > 1:
+        asked = " and ".join(f"{name!r} for its {modality}" for name, modality in wanted)
+        raise RequestError(
+            f"request {request.id!r}: default_adapters asks for {asked}, but a request has one "
+            "adapter: name it"
+        )
+    return replace(request, adapter=wanted[0][0]) if wanted else request
 
 
 def check_quota(config: Config, request: Request) -> None:
@@ -372,7 +393,8 @@ def _branched_row(
         table = [*table[:full], block]
     row = make_row(
         child,
-        frozen(table),
+        table,
+        slot=int(rows.slot_R[parent_row]),
         num_computed=computed,
         limit=row_limit(config, child),
         block_size=config.block_size,

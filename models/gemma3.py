@@ -35,6 +35,7 @@ from purestep.models.vit import (
 from purestep.state.errors import CheckpointError
 from purestep.state.pytree import tree
 
+BREAK = "\n\n"  # on both sides of a view
 BEFORE_WHOLE = "Here is the original image "  # what the texts are where there are crops
 BEFORE_CROPS = " and here are some crops to help you see better "
 
@@ -103,24 +104,17 @@ def item(config: Gemma3Vision, processed: Tensors) -> Tensors:
 
 
 def placeholder(config: Gemma3Vision, item: Tensors, words: Words) -> tuple[np.ndarray, np.ndarray]:
-    view = ["\n\n", [config.marker], config.num_rows, [config.end_id], "\n\n"]
-    parts, crops = list(view), len(item["pixel_values"]) - 1
-    if crops:
-        parts = [BEFORE_WHOLE, *view, BEFORE_CROPS, *view]
-        for _ in range(crops - 1):
-            parts += [" ", *view]
-    return woven(config.row_id, joined(parts, words))
+    """The views from the first one's marker to the last one's end, with what is between them."""
+    view = [[config.marker], config.num_rows, [config.end_id]]
+    parts: list[int | Sequence[int]] = list(view)
+    for n in range(1, len(item["pixel_values"])):
+        parts += [words(f"{BREAK}{BEFORE_CROPS if n == 1 else ' '}{BREAK}"), *view]
+    return woven(config.row_id, parts)
 
 
-def joined(parts: Sequence[Any], words: Words) -> list[int | Sequence[int]]:
-    """Texts that follow each other as one, in ids."""
-    found: list[Any] = []
-    for part in parts:
-        if isinstance(part, str) and found and isinstance(found[-1], str):
-            found[-1] += part
-        else:
-            found.append(part)
-    return [words(part) if isinstance(part, str) else part for part in found]
+def around(config: Gemma3Vision, item: Tensors) -> tuple[str, str]:
+    crops = len(item["pixel_values"]) - 1
+    return (BEFORE_WHOLE if crops else "") + BREAK, BREAK
 
 
 def encode(
@@ -184,6 +178,7 @@ GEMMA3 = VisionFamily(
     marker=lambda config: config.marker,
     item=item,
     placeholder=placeholder,
+    around=around,
     encode=encode,
     bidirectional=True,
     largest=largest,

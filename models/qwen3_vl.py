@@ -6,6 +6,7 @@ all items, D width (or the language model's), N heads, H head size, E rows, G po
 the learned grid.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -22,10 +23,12 @@ from purestep.models.qwen_patches import (
     block_order,
     encode_by_length,
     grid_of,
+    length_order,
     rotary,
     runs_of,
     turned,
 )
+from purestep.models.tower_rows import ItemAdapters, RowAdapters, in_order, spread
 from purestep.models.vision import Shapes, Tensors, VisionFamily
 from purestep.models.vit import (
     ACTIVATIONS,
@@ -174,39 +177,50 @@ def load_params(config: Qwen3Vision, tensors: dict[str, Tensor]) -> Qwen3VisionP
 
 
 def encode(
-    params: Qwen3VisionParams, config: Qwen3Vision, items: Sequence[Tensors]
+    params: Qwen3VisionParams,
+    config: Qwen3Vision,
+    items: Sequence[Tensors],
+    adapters: ItemAdapters | None = None,
 ) -> list[Tensor]:
+    own = in_order(adapters, length_order(items))
     return encode_by_length(
-        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids)
+        items, config.patches, lambda pixels, grids: features(params, config, pixels, grids, own)
     )
 
 
 def features(
-    params: Qwen3VisionParams, config: Qwen3Vision, pixels_SP: Tensor, grids: Sequence[Grid]
+    params: Qwen3VisionParams,
+    config: Qwen3Vision,
+    pixels_SP: Tensor,
+    grids: Sequence[Grid],
+    adapters: ItemAdapters | None = None,
 ) -> Tensor:
     """The rows of all items, one behind the other: [E, (1 + k) D]."""
+    unit, counts = config.merge_size**2, [math.prod(grid) for grid in grids]
+    own = spread(adapters, counts)
+    merging = spread(adapters, [count // unit for count in counts])
     h_SD = affine(pixels_SP.to(params.patch.weight_OD), params.patch)
     place_2S = block_order(config.patches, grids, h_SD.device)
     h_SD = h_SD + learned_positions(params.position_GGD, grids, place_2S).to(h_SD.dtype)
     turn = rotary(config.patches, config.width // config.num_heads, place_2S)
-    runs, unit, deep = runs_of(grids), config.merge_size**2, []
+    runs, deep = runs_of(grids), []
     for i, layer in enumerate(params.layers):
-        qkv = affine(layer_norm(h_SD, layer.norm1, EPS), layer.qkv)
+        qkv = affine(layer_norm(h_SD, layer.norm1, EPS), layer.qkv, own)
         q_SNH, k_SNH, v_SNH = qkv.unflatten(-1, (3, config.num_heads, -1)).unbind(1)
         o_SD = attend(turned(q_SNH, turn), turned(k_SNH, turn), v_SNH, runs)
-        h_SD = h_SD + affine(o_SD, layer.out)
-        x = affine(layer_norm(h_SD, layer.norm2, EPS), layer.up)
-        h_SD = h_SD + affine(ACTIVATIONS[config.activation](x), layer.down)
+        h_SD = h_SD + affine(o_SD, layer.out, own)
+        x = affine(layer_norm(h_SD, layer.norm2, EPS), layer.up, own)
+        h_SD = h_SD + affine(ACTIVATIONS[config.activation](x), layer.down, own)
         if i in config.deep_layers:  # in the tower's order, each with its own merger
-            own = params.deep_mergers[config.deep_layers.index(i)]
+            merger = params.deep_mergers[config.deep_layers.index(i)]
             blocks = h_SD.reshape(-1, config.width * unit)
-            deep.append(merged(own, layer_norm(blocks, own.norm, EPS)))
+            deep.append(merged(merger, layer_norm(blocks, merger.norm, EPS), merging))
     x = layer_norm(h_SD, params.merger.norm, EPS).reshape(-1, config.width * unit)
-    return torch.cat((merged(params.merger, x), *deep), dim=-1)
+    return torch.cat((merged(params.merger, x, merging), *deep), dim=-1)
 
 
-def merged(merger: Qwen3Merger, x: Tensor) -> Tensor:
-    return affine(F.gelu(affine(x, merger.up)), merger.down)
+def merged(merger: Qwen3Merger, x: Tensor, adapters: RowAdapters | None) -> Tensor:
+    return affine(F.gelu(affine(x, merger.up, adapters)), merger.down, adapters)
 
 
 def learned_positions(position_GGD: Tensor, grids: Sequence[Grid], place_2S: Tensor) -> Tensor:

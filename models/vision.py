@@ -34,6 +34,9 @@ class VisionFamily:
     # (config, item, words) -> (ids int32 [n], is_embed bool [n] or None): what replaces the marker;
     # of `words` it asks for the texts that stand between an item's rows
     placeholder: Callable[[Any, Tensors, Words], tuple[np.ndarray, np.ndarray | None]]
+    # (config, item) -> what stands in the text before and behind the placeholder, which a tokenizer
+    # may join with the words beside it
+    around: Callable[[Any, Tensors], tuple[str, str]] = lambda config, item: ("", "")
     # (params, config, items, adapters) -> one [E, D] tensor an item, which owns its memory, on the
     # device of the params; whatever shapes and adapters stand beside it
     encode: "Encode"

@@ -14,6 +14,19 @@ from purestep.state.hashing import framed
 from purestep.state.pytree import tree
 from purestep.state.sampling import is_int, is_unicode
 
+PART_MODALITIES = {  # what a message's part of each type shows; nobody guesses it from the name
+    "image": "image",
+    "image_url": "image",
+    "image_embeds": "image",
+    "input_image": "image",
+    "audio": "audio",
+    "audio_url": "audio",
+    "input_audio": "audio",
+    "video": "video",
+    "video_url": "video",
+}
+MODALITIES = tuple(sorted(set(PART_MODALITIES.values())))
+
 
 @tree
 class Feature:

@@ -12,6 +12,7 @@ from purestep.state.pytree import tree
 from purestep.state.request import Completion
 from purestep.state.sampling import LogitEdits
 from purestep.state.scores import Scores
+from purestep.state.tables import Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +87,7 @@ class MergedSpan:
     identifier: str
     blob: str
     modality: str
+    num_embeds: int  # of the whole output, as the request says
     first_row: int
     index_E: np.ndarray  # int32, places among the plan's tokens
     version: str | None = None  # as of the item
@@ -128,7 +130,7 @@ class StepPlan:
     count_R: np.ndarray  # int32, its tokens in this step
     tokens_T: np.ndarray  # int32, row after row, without padding; -1 where no id is known
     gathered_T: np.ndarray  # int32, place of the id among the draws of the plan before, else -1
-    tables: tuple[np.ndarray, ...]  # int32 block ids, one table a row
+    tables: Tables  # one table a row
     slot_R: np.ndarray  # int32, -1 = base
     residents: tuple[Residence, ...]  # the adapters of these rows, by slot
     sampled_R: np.ndarray  # bool: the row's last token in this step is its last known one
@@ -157,6 +159,9 @@ class StepResult:
     logprob_S: np.ndarray  # float32, of the raw distribution; NaN where logits were not finite
     tops: tuple[Scores, ...] = ()  # of the sampled rows that asked, in their order
     errors: tuple[tuple[int, str], ...] = ()  # (place among the sampled rows, what went wrong)
+    # (identifier, embeddings that it was said to have, what its output is instead): what requests
+    # that say so compute of it is void
+    faults: tuple[tuple[str, int, str], ...] = ()
     scored: tuple[Scores, ...] = ()  # one for each of the plan's
     hidden: tuple[np.ndarray, ...] = ()  # float32 [layers, n, D], one for each of the plan's
 

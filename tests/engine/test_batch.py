@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from purestep.engine import batch as batch_module
-from purestep.engine import init, load_adapter, load_program, prepare
+from purestep.engine import batch_requests, init, load_adapter, load_program, prepare
 from purestep.engine.batch_records import NEVER, _finite, encoded
 from purestep.engine.generate import generate
 from purestep.state.sampling import SamplingParams
@@ -207,13 +207,13 @@ def test_adapters_and_images_of_a_line(
     (folder / "link.png").symlink_to(outside / "dot.png")
     data = base64.b64encode(PNG).decode()
     seen: list[bytes] = []
-    read = batch_module.read_media
+    read = batch_requests.read_media
 
     def reading(rule: Any, source: str) -> bytes:
         seen.append(read(rule, source))
         return seen[-1]
 
-    monkeypatch.setattr(batch_module, "read_media", reading)
+    monkeypatch.setattr(batch_requests, "read_media", reading)
     sources = {
         "dot.png": None,
         str(folder / "dot.png"): None,

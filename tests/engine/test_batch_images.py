@@ -1,15 +1,18 @@
 """Images in batch files: each line gets what its request gets alone, or an error of its own."""
 
 import base64
+import gc
 import io
+import tracemalloc
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from PIL import Image
 
-from purestep.engine import batch as batch_module
-from purestep.engine import cli, empty_processor_cache, init, prepare
+from purestep.engine import batch_requests, cli, empty_processor_cache, init, prepare
 from purestep.state.sampling import SamplingParams
 from tests.engine.batch_fixtures import error_of, read_records, write_lines
 from tests.engine.tiny import run
@@ -40,8 +43,12 @@ def chat(custom_id: str, *parts: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def batch(kind: str, job: Path, lines: list[Any], *options: str) -> tuple[int, dict[int, Any]]:
-    write_lines(job / "in.jsonl", lines)
+def batch(
+    kind: str, job: Path, lines: list[Any] | None, *options: str
+) -> tuple[int, dict[int, Any]]:
+    """The exit code and the records of a run over these lines, or over those that are there."""
+    if lines is not None:
+        write_lines(job / "in.jsonl", lines)
     files = [str(folder(kind)), str(job / "in.jsonl"), str(job / "out.jsonl")]
     sizes = ["--model-name=base", "--max-rows=4", "--num-blocks=64", "--device=cpu"]
     return cli.main(["batch", *files, *sizes, *options]), read_records(job / "out.jsonl")
@@ -72,14 +79,14 @@ def test_lines_with_images_and_lines_that_fail(
     (tmp_path / "torn.png").write_bytes(png(ONE)[:200])
     data = f"data:image/png;base64,{base64.b64encode(png(TWO)).decode()}"
     caches = [empty_processor_cache(0)]
-    prepared = batch_module.prepare_cached
+    prepared = batch_requests.prepare_cached
 
     def noted(*args: Any, **options: Any) -> Any:
         found = prepared(*args, **options)
         caches.append(found[0])
         return found
 
-    monkeypatch.setattr(batch_module, "prepare_cached", noted)
+    monkeypatch.setattr(batch_requests, "prepare_cached", noted)
     plain = {"max_tokens": 4, "temperature": 0, "ignore_eos": True, "logprobs": 0}
     lines = [
         chat("path", part("one.png"), QUESTION),
@@ -125,3 +132,54 @@ def test_a_dry_run_knows_images(tmp_path: Path) -> None:
     _, records = batch("llava", tmp_path, lines)
     assert records[1]["response"]["body"]["usage"]["prompt_tokens"] == dry["prompt_tokens"]
     assert error_of(records[2])[0] == "media_invalid"
+
+
+def test_a_prompt_that_only_its_image_makes_too_long(tmp_path: Path) -> None:
+    """BC-10: the text fits the context, the picture's places push it over."""
+    (tmp_path / "one.png").write_bytes(png(ONE))
+    long = {"type": "text", "text": "what is it? " * 8}
+    lines = [chat("short", part("one.png"), QUESTION), chat("long", long)]
+    batch("llava", tmp_path, lines)
+    used = [
+        record["response"]["body"]["usage"]["prompt_tokens"]
+        for _, record in sorted(read_records(tmp_path / "out.jsonl").items())
+    ]
+    (tmp_path / "out.jsonl").unlink()
+    limit = f"--max-context={max(used) + 6}"  # each of them, and what is generated
+    code, records = batch("llava", tmp_path, [*lines, chat("both", part("one.png"), long)], limit)
+    assert code == 1
+    assert records[1]["error"] is None
+    assert records[2]["error"] is None
+    code, message = error_of(records[3])
+    assert limit.removeprefix("--max-context=") in message
+
+
+def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path: Path) -> None:
+    """BC-03, MO-01: pictures of 150 kB inside their lines, all different."""
+    rng = np.random.default_rng(0)
+
+    def lines(count: int) -> Iterator[dict[str, Any]]:
+        for at in range(count):
+            noise = Image.fromarray(rng.integers(0, 256, (224, 224, 3), np.uint8))
+            data = base64.b64encode(png(noise)).decode()
+            yield chat(f"{at}", part(f"data:image/png;base64,{data}"), QUESTION)
+
+    def peak(count: int) -> int:
+        write_lines(tmp_path / "in.jsonl", lines(count))
+        gc.collect()
+        tracemalloc.start()
+        try:
+            options = ["--dry-run", "--window-bytes=1MiB", "--image-cache-bytes=1MiB"]
+            code, records = batch("llava", tmp_path, None, *options)
+            found = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert code == 0
+        assert len(records) == count
+        (tmp_path / "out.jsonl").unlink()
+        return found
+
+    peak(5)  # what is made once
+    few, many = peak(20), peak(60)
+    assert (tmp_path / "in.jsonl").stat().st_size > 10e6
+    assert many - few < 1.5e6, f"{few} and {many} bytes"

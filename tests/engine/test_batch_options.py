@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from purestep.engine import cli
+from purestep.engine import cli_batch
 from purestep.engine.cli import main
 from tests.engine.batch_fixtures import SMALL, batch, bytes_checkpoint, write_lines
 
@@ -16,6 +16,7 @@ from tests.engine.batch_fixtures import SMALL, batch, bytes_checkpoint, write_li
     [
         (["--max-rows=0"], "max_rows=0"),
         (["--window=0"], "window=0"),
+        (["--window-bytes=0"], "--window-bytes"),
         (["--device=nowhere"], "nowhere"),
         (["--adapter-bytes=100"], "adapter_bytes=100"),
         (["--model-name=a", "--adapter=a=anywhere"], "name of the base model"),
@@ -92,11 +93,11 @@ def test_no_failure_looks_like_a_complete_run(
 
     write_lines(tmp_path / "in.jsonl", [{"prompt": "x"}])
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "run_batch", broken)
+        patch.setattr(cli_batch, "run_batch", broken)
         assert batch(tmp_path) == 4
     assert "a bug" in capsys.readouterr().err
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "load_program", broken)
+        patch.setattr(cli_batch, "load_program", broken)
         assert batch(tmp_path) == 2
     assert "a bug" in capsys.readouterr().err
 
@@ -104,6 +105,6 @@ def test_no_failure_looks_like_a_complete_run(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(cli, "load_program", stopped)
+        patch.setattr(cli_batch, "load_program", stopped)
         assert batch(tmp_path) == 130
     assert batch(tmp_path) == 0

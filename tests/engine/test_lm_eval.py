@@ -1,6 +1,9 @@
 """The backend of lm-evaluation-harness against the harness's own `hf`, on a small local task."""
 
 import json
+import subprocess
+import sys
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +12,7 @@ import pytest
 lm_eval = pytest.importorskip("lm_eval", reason="pip install lm_eval")
 
 from lm_eval.api.instance import Instance  # noqa: E402
+from lm_eval.api.registry import get_model  # noqa: E402
 from lm_eval.models.huggingface import HFLM  # noqa: E402
 from lm_eval.tasks import TaskManager  # noqa: E402
 
@@ -49,10 +53,14 @@ def pair(folder: Path, **adapter: str) -> tuple[PurestepLM, HFLM]:
     return mine, theirs
 
 
-def compare(folder: Path, tmp_path: Path, **adapter: str) -> None:
-    data = tmp_path / "data.jsonl"
+def write_task(folder: Path) -> None:
+    data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(line) + "\n" for line in QUESTIONS))
-    (tmp_path / "sums.yaml").write_text(TASK.replace("FILE", str(data)))
+    (folder / "sums.yaml").write_text(TASK.replace("FILE", str(data)))
+
+
+def compare(folder: Path, tmp_path: Path, **adapter: str) -> None:
+    write_task(tmp_path)
     tasks = TaskManager(include_path=str(tmp_path), include_defaults=False)
     mine, theirs = pair(folder, **adapter)
     found = [
@@ -95,6 +103,32 @@ def test_rolling_and_generated_texts_are_transformers_own(tmp_path: Path) -> Non
     said = mine.generate_until(instances("generate_until", asked), disable_tqdm=True)
     want = theirs.generate_until(instances("generate_until", asked), disable_tqdm=True)
     assert said == want
+
+
+def test_the_entry_point_names_what_is_registered() -> None:
+    """The group in which versions behind 0.4.13 look for models."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    module, _, name = project["entry-points"]["lm_eval.models"]["purestep"].partition(":")
+    assert (module, name) == (PurestepLM.__module__, PurestepLM.__name__)
+    assert get_model("purestep") is PurestepLM
+
+
+@pytest.mark.slow
+def test_the_command_line_knows_the_backend(tmp_path: Path) -> None:
+    """As the README has it."""
+    write_task(tmp_path)
+    command = [sys.executable, "-m", "purestep.engine.lm_eval", "--model", "purestep", "--tasks"]
+    options = f"pretrained={bytes_checkpoint()},dtype=float32,max_rows=8"
+    files = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out.json")]
+    done = subprocess.run(
+        [*command, "sums", "--model_args", options, "--device", "cpu", *files],
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    (written,) = tmp_path.glob("**/out*.json")
+    found = json.loads(written.read_text())
+    assert set(found["results"]) == {"sums"}
+    assert found["config"]["model"] == "purestep"
 
 
 @pytest.mark.model

@@ -34,16 +34,20 @@ from purestep.engine import (
     with_weights,
 )
 from purestep.models.vision import Vision, VisionFamily
+from purestep.state.encoder import i7_device_has_what_is_computed
 from purestep.state.engine import check_host
 from purestep.state.errors import RequestError, SnapshotError
 from purestep.state.media import Feature
+from purestep.state.request import FinishReason
 from tests.engine.tiny import GREEDY, prompt, run, tiny_program
 
 PATCH = 5  # numbers that one embedding is made from
 CALLS: list[list[tuple[int, ...]]] = []  # shapes of the items of each encoder call
 
 
-def encode(params: torch.Tensor, config: Any, items: Sequence[Any]) -> list[torch.Tensor]:
+def encode(
+    params: torch.Tensor, config: Any, items: Sequence[Any], adapters: Any
+) -> list[torch.Tensor]:
     """Rows as views of one batch where the items are alike, as a careless tower gives them."""
     CALLS.append([tuple(item["pixels"].shape) for item in items])
     rows = torch.tanh(torch.cat([item["pixels"] for item in items]) @ params)
@@ -66,9 +70,9 @@ def unused(*_: Any) -> Any:
 
 STUB = VisionFamily(
     read_config=unused,
-    shapes=unused,
+    shapes=lambda config: {},
     unread="",
-    load_params=unused,
+    load_params=lambda config, tensors: (),
     marker=unused,
     item=unused,
     placeholder=lambda config, item, words: (np.zeros(len(item["pixels"]), np.int32), None),
@@ -175,6 +179,48 @@ def test_a_cached_prefix_changes_no_token(turned: bool) -> None:
         found[request.id] = done[request.id].tokens.tolist()
     assert found == right()
     assert done[request.id].num_cached_tokens > 0
+
+
+def saying(id: str, size: int, said: int, length: int = 26) -> Request:
+    """A request with an image of `size` rows, that says it has another number of them."""
+    feature = replace(image(9, 5, size), length=said)
+    return asked(id, length, feature)
+
+
+@pytest.mark.parametrize("chunk", [7, 0])
+@pytest.mark.parametrize("ahead", [False, True])
+@pytest.mark.parametrize("cache_tokens", [0, 100])
+def test_what_is_said_of_an_item_is_checked(chunk: int, ahead: bool, cache_tokens: int) -> None:
+    """Another number of rows than the tower gives ends the requests that say it, also one that
+    finds keys and values of such a row, and nobody else: neither the rest of the batch, nor who
+    says what is right of the same item. Nothing of it is kept."""
+    program = program_with(long_prefill_threshold=chunk, encoder_cache_tokens=cache_tokens)
+    state, found = init(program), {}
+    honest = saying("honest", 12, 12)
+    wrong = [saying("more", 12, 14), saying("again", 12, 14, length=25), saying("less", 12, 10)]
+    for request in (wrong[0], *REQUESTS[:4], wrong[1], honest, *REQUESTS[4:], wrong[2]):
+        state = submit(state, request)
+    while not state.host.idle:
+        state, outputs = (step_ahead if ahead else step)(program, state)
+        check_host(state.host, program.config.block_size)
+        found |= {done.id: done for done in outputs.finished}
+        assert not {request.id for request in wrong} & set(outputs.ids)
+        if not state.host.in_flight:
+            there = state.device.pool.encoded
+            i7_device_has_what_is_computed(state.host.encoder, there)
+    for request, said in zip(wrong, (14, 14, 10), strict=True):
+        done = found.pop(request.id)
+        assert done.finish_reason == FinishReason.ERROR
+        assert done.error == (
+            f"item 0 (image): {said} embeddings are said, but its encoder gave 12"
+        )
+        assert not len(done.tokens)
+    alone = program_with(prefix_caching=False)
+    want = right() | tokens_of(alone, [honest])
+    assert {key: done.tokens.tolist() for key, done in found.items()} == want
+    state, again = run(program, state, [*REQUESTS, honest, wrong[0]])
+    assert again.pop("more").finish_reason == FinishReason.ERROR, "its blocks serve nobody"
+    assert {key: done.tokens.tolist() for key, done in again.items()} == want
 
 
 def test_preempted_and_aborted_within_an_item() -> None:

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from purestep.engine import Program, load_program, memory
 from purestep.engine.cli import main
-from purestep.engine.memory import encoder_cache_bytes, kv_block_bytes
+from purestep.engine.memory import encoder_cache_bytes, kv_block_bytes, tower_rows_bytes
 from purestep.engine.memory_encoder import (
     computed_bytes,
     encoder_peak_bytes,
@@ -111,8 +111,12 @@ def test_the_pool_gets_what_encoding_leaves(monkeypatch: pytest.MonkeyPatch) -> 
     text = blocks(monkeypatch, 12 << 20, image_limit=0).config
     assert text.num_blocks == (12 << 20) // 4 // block
     assert blocks(monkeypatch, 12 << 20, num_blocks=7).config.num_blocks == 7
-    with pytest.raises(ConfigError, match=f"encoding takes {peak}, what it keeps {kept}"):
+    named = rf"max_encoder_tokens={config.max_encoder_tokens} .* {peak} bytes"
+    named += rf".*encoder_cache_tokens=.* {kept}\..*skip_encoder_profile=True"
+    with pytest.raises(ConfigError, match=named):
         blocks(monkeypatch, peak + kept)
+    with pytest.raises(ConfigError, match=rf"kv_bytes=1 hold no KV block of {block} bytes$"):
+        blocks(monkeypatch, 12 << 20, kv_bytes=1)
 
 
 @pytest.mark.parametrize("kind", FAMILIES)
@@ -134,6 +138,22 @@ def test_plan_counts_the_tower(kind: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"{encoder['largest_step']:,} B" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_plan_counts_the_adapters_of_a_tower(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, options = str(saved(kind)[0]), ["--dtype=float32", "--rank=8", "--max-adapters=3"]
+    assert main(["plan", folder, *options, "--json"]) == 0
+    without = json.loads(capsys.readouterr().out)["adapters"]
+    assert main(["plan", folder, *options, "--lora-tower", "--json"]) == 0
+    adapters = json.loads(capsys.readouterr().out)["adapters"]
+    config = load_program(folder, device="cpu", num_blocks=9, lora_rows=24).config
+    assert config.lora_tower, "the default on a CPU"
+    assert 3 * adapters["tower"] == tower_rows_bytes(config) > without["tower"] == 0
+    assert adapters["total"] - without["total"] == tower_rows_bytes(config)
+    assert adapters["host"] - without["host"] == adapters["tower"]
+    assert main(["plan", folder, *options, "--lora-tower"]) == 0
+    assert f"{adapters['tower']:,} B" in capsys.readouterr().out
+
+
 def test_plan_of_a_text_model_has_no_tower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -143,6 +163,8 @@ def test_plan_of_a_text_model_has_no_tower(
     )
     assert main(["plan", str(tmp_path), "--json"]) == 0
     assert "encoder" not in json.loads(capsys.readouterr().out)
+    assert main(["plan", str(tmp_path), "--lora-tower"]) == 2
+    assert "lora_tower=True, but this model has no vision tower" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -155,7 +177,7 @@ def test_measured_on_a_gpu(kind: str) -> None:
     loaded = torch.cuda.memory_allocated()
     settings = load(kind).processor.to_dict()
     one, more = (
-        measured_bytes(vision, vision.family.heaviest(vision.config, settings, n), "cuda")
+        measured_bytes(vision, vision.family.heaviest(vision.config, settings, n), "cuda", None)
         for n in (0, 4000)
     )
     assert 0 < one < more

@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig
 
-from purestep.engine import init, load_program
+from purestep.engine import cli_plan, init, load_program
 from purestep.engine.cli import main
 from purestep.engine.memory import (
     encoder_output_bytes,
@@ -26,7 +27,7 @@ from purestep.engine.memory import (
     vocab_slot_bytes,
     weight_bytes,
 )
-from purestep.engine.memory_measure import STATUS, with_adapters
+from purestep.engine.memory_measure import STATUS, largest_batch, with_adapters
 from purestep.engine.memory_plan import read_model_config
 from purestep.models.checkpoint import tensor_shapes
 from purestep.models.families import model_config_from_hf
@@ -219,10 +220,42 @@ def test_measured_beside_computed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "measured: weights" in capsys.readouterr().out
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_measured_beside_computed_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
+    """MO-07: weights and pool are what was computed, but for tables and buffers; the largest step,
+    its graphs with it, takes no more than was kept for it."""
+    folder = str(checkpoint(hidden_size=1024, intermediate_size=4096, vocab_size=32_000)[0])
+    for options in (["--max-rows=8"], ["--max-rows=64", "--max-batched-tokens=4096"]):
+        wishes = ["--measure", "--device=cuda", "--num-blocks=512", "--rank=64", *options]
+        measured = planned(capsys, folder, *wishes)["measured"]
+        with capsys.disabled():
+            print(measured)
+        for name in ("weights", "pool"):
+            computed, found = measured[name]
+            assert computed <= found < 1.1 * computed + 20e6, name
+        computed, found = measured["step and graphs"]
+        assert 0 < found <= computed
+
+
+def test_a_step_that_does_not_fit_is_told(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise torch.OutOfMemoryError("tried to allocate 3.00 GiB")
+
+    monkeypatch.setattr(cli_plan, "measure", full)
+    assert main(["plan", str(checkpoint()[0]), "--measure", "--device=cpu"]) == 2
+    assert "tried to allocate 3.00 GiB" in capsys.readouterr().err
+
+
 def test_the_largest_batch_fills_slots_and_rows() -> None:
     program = load_program(checkpoint()[0], device="cpu", dtype="float32", num_blocks=16)
     state = with_adapters(program, init(program))
     ledger = state.host.adapters
+    waiting = largest_batch(program, state).host
+    assert len(waiting.waiting) == program.config.max_rows
+    assert all(r.request.sampling.prompt_logprobs for r in waiting.requests.values())
     rows = sum(info.num_row_blocks for info in ledger.registered.values()) * ROW_BLOCK
     assert len(ledger.names) == program.config.max_active_adapters
     assert rows == program.config.lora_rows

@@ -137,16 +137,16 @@ def test_the_positions_of_a_batch_are_its_rows_own() -> None:
     check(kind, found)
 
 
-# Rows of an image see each other: an item of 22 positions is computed in one step, whatever the
+# Rows of an image see each other: an item of 18 positions is computed in one step, whatever the
 # chunk. `gemma3` has a window shorter than an image, `gemma3-wide` a longer one.
 TOGETHER = ("gemma3", "gemma3-wide")
 
 
 @pytest.mark.parametrize("kind", TOGETHER)
 @pytest.mark.parametrize("options", [
-    {"long_prefill_threshold": 22},
+    {"long_prefill_threshold": 18},
     {"long_prefill_threshold": 31, "encoder_cache_tokens": 0},
-    {"max_batched_tokens": 22},
+    {"max_batched_tokens": 18},
     {"max_batched_tokens": 1024, "prefix_caching": False},
     {"block_size": 5},
 ], ids=str)  # fmt: skip
@@ -164,7 +164,7 @@ def test_rows_that_see_each_other(kind: str, options: dict[str, Any]) -> None:
 def test_no_step_splits_an_image(kind: str) -> None:
     """Not with its output cached, nor where a chunk starts at it, nor behind a cached prefix that
     would end within it (W4, PC-11)."""
-    engine = program(kind, max_batched_tokens=22, block_size=4)
+    engine = program(kind, max_batched_tokens=18, block_size=4)
     state, seen = init(engine), 0
     for name in ("several", "again", "several", "first", "last"):
         state = submit(state, asked(kind, name))
@@ -186,17 +186,49 @@ def test_no_step_splits_an_image(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", TOGETHER)
+@pytest.mark.parametrize("block", [1, 4, 16])
+def test_a_prefix_that_ends_before_a_picture_or_in_it(kind: str, block: int) -> None:
+    """PC-11: warm with the text before it, then with both, then whole; as with a cold cache."""
+    text, item = list(range(5, 15)), asked(kind, "first")
+    [feature] = item.features
+    behind = text + list(item.tokens[: feature.length])
+    whole = [*behind, *range(20, 30)]
+    feature = replace(feature, offset=len(text))
+    engine, cold = program(kind, block_size=block), program(kind, prefix_caching=False)
+    state = init(engine)
+    for tokens, features in ((text, ()), (behind, (feature,)), (whole, (feature,))):
+        request = replace(item, tokens=tokens, features=features)
+        state, found = run(engine, state, [request])
+        _, want = run(cold, init(cold), [request])
+        done, want = found["first"], want["first"]
+        assert done.tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(done.logprobs, want.logprobs, atol=1e-5)
+        inside = done.num_cached_tokens - len(text)
+        assert not 0 < inside < feature.length
+    assert done.num_cached_tokens == {1: 28, 4: 28, 16: 0}[block]
+
+
+@pytest.mark.parametrize("kind", TOGETHER)
 def test_preempted_within_a_batch_of_images(kind: str) -> None:
     """Too few blocks for all: requests leave, come back and say the same."""
-    engine = program(kind, num_blocks=14, prefix_caching=False)
+    sizes = {"block_size": 3, "num_blocks": 47, "max_batched_tokens": 256}
+    engine = program(kind, **sizes, prefix_caching=False)
     _, found = run(engine, init(engine), [asked(kind, name) for name in PROMPTS])
     check(kind, found)
     assert sum(completion.num_preemptions for completion in found.values()) > 0
 
 
 def test_an_image_that_no_step_holds_is_refused() -> None:
-    engine = program("gemma3", long_prefill_threshold=21)
-    with pytest.raises(RequestError, match=r"22 positions.*not split.*long_prefill_threshold=21"):
-        submit(init(engine), asked("gemma3", "first"))
+    """CI-02: by the program, which knows how large they are, and as a request, if one is larger."""
+    for name, least in (("max_batched_tokens", 8), ("long_prefill_threshold", 1)):
+        with pytest.raises(ConfigError, match=f"{name}=17: an image takes up to 18 positions"):
+            load_program(load("gemma3").folder, device="cpu", max_rows=least, **{name: 17})
+    engine = program("gemma3", long_prefill_threshold=18)
+    request = asked("gemma3", "first")
+    [feature] = request.features
+    longer = replace(feature, length=19, is_embed=np.append(feature.is_embed, False))
+    request = replace(request, features=(longer,))
+    with pytest.raises(RequestError, match=r"19 positions.*not split.*long_prefill_threshold=18"):
+        submit(init(engine), request)
     with pytest.raises(ConfigError, match="disable_chunked_mm_input=False"):
         check_config(replace(engine.config, disable_chunked_mm_input=False))

@@ -1,5 +1,5 @@
-"""Real towers when requests share pictures, or one is aborted within one: each gets what it gets
-alone (PC-06)."""
+"""Real towers when requests share pictures, or one is aborted or preempted within one: each gets
+what it gets alone (PC-06)."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,17 +24,18 @@ from purestep.engine import (
 )
 from purestep.state.engine import check_host
 from tests.engine.tiny import run
+from tests.engine.tiny_images import folder
 from tests.models.tiny_vision import load, picture
 
-KINDS = ("llava", "qwen2_vl", "qwen3_vl")
+KINDS = ("llava", "qwen2_vl", "qwen3_vl", "idefics3", "pixtral")
 BEFORE, AFTER = list(range(3, 20)), [33, 70, 4, 6]  # two blocks of 8 and one token
-ONE, TWO = picture(112, 112), picture(112, 112, seed=1)  # 16 rows, two blocks
+ONE, TWO = picture(112, 112), picture(112, 112, seed=1)  # 16 rows, two blocks, or some more
 
 
 @cache
 def program(kind: str, **options: Any) -> Program:
     sizes = {"block_size": 8, "num_blocks": 200, "max_rows": 8, "max_batched_tokens": 256}
-    return load_program(load(kind).folder, **{"device": "cpu", **sizes, **options})
+    return load_program(folder(kind), **{"device": "cpu", **sizes, **options})
 
 
 def asked(kind: str, id: str, *parts: Image.Image | Sequence[int]) -> Request:
@@ -59,9 +60,9 @@ def counted(program: Program) -> tuple[Program, list[int]]:
     """The program, and how many items each of its encoder calls gets."""
     vision, calls = program.vision, []
 
-    def encode(params: Any, config: Any, items: Sequence[Any]) -> Any:
+    def encode(params: Any, config: Any, items: Sequence[Any], adapters: Any) -> Any:
         calls.append(len(items))
-        return vision.family.encode(params, config, items)
+        return vision.family.encode(params, config, items, adapters)
 
     family = replace(vision.family, encode=encode)
     return replace(program, vision=replace(vision, family=family)), calls
@@ -115,22 +116,28 @@ def test_equal_texts_with_other_pictures_share_the_text_before_them(
 @pytest.mark.parametrize("kind", KINDS)
 def test_aborted_within_a_picture(kind: str) -> None:
     """With too few blocks for all and no room for a second output."""
-    engine = program(
-        kind, num_blocks=9, max_batched_tokens=9, max_encoder_tokens=24, encoder_cache_tokens=24
-    )
     requests = [
         asked(kind, "aborted", AFTER, ONE, AFTER),
         asked(kind, "one", AFTER, ONE, AFTER),
         asked(kind, "two", BEFORE, TWO, AFTER),
         asked(kind, "both", TWO, [9], ONE, AFTER),
     ]
+    [feature], longest = requests[0].features, len(requests[-1].tokens) + 4
+    room = feature.num_embeds * 3 // 2
+    engine = program(
+        kind,
+        num_blocks=-(-longest // 8) * 3 // 2,
+        max_batched_tokens=9,
+        max_encoder_tokens=room,
+        encoder_cache_tokens=room,
+    )
     state, found = init(engine), {}
     for request in requests:
         state = submit(state, request)
     for number in range(400):
         if number == 1:
             inside = int(state.host.rows.num_computed_R[0])
-            assert len(AFTER) < inside < len(AFTER) + 16
+            assert feature.offset < inside < feature.end
             state = abort(state, "aborted")
         if state.host.idle:
             break
@@ -139,4 +146,38 @@ def test_aborted_within_a_picture(kind: str) -> None:
         found |= {done.id: done for done in outputs.finished}
     check(kind, requests[1:], found)
     assert not state.host.encoder.holders
-    assert state.host.encoder.used <= 24
+    assert state.host.encoder.used <= room
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "llava_next", "qwen2_5_vl", "smolvlm"])
+@pytest.mark.parametrize("kept", [True, False])
+def test_preempted_within_a_picture(kind: str, kept: bool) -> None:
+    """A row that decodes takes the blocks of one that stands in its picture, whose output is found
+    again, or encoded once more."""
+    inside = asked(kind, "inside", AFTER, ONE, AFTER)
+    [feature], length = inside.features, len(inside.tokens)
+    sampling = SamplingParams(temperature=0, max_tokens=length, ignore_eos=True, logprobs=0)
+    text = Request(id="text", tokens=AFTER, sampling=sampling)
+    engine, calls = counted(
+        program(
+            kind,
+            block_size=4,
+            num_blocks=-(-length // 4) + 2,
+            long_prefill_threshold=1,
+            prefix_caching=False,
+            encoder_cache_tokens=feature.num_embeds if kept else 0,
+        )
+    )
+    state, found, stood = submit(submit(init(engine), text), inside), {}, []
+    while not state.host.idle:
+        before = dict(zip(state.host.rows.ids, state.host.rows.num_computed_R, strict=True))
+        state, outputs = step(engine, state)
+        check_host(state.host, 4)
+        if outputs.num_preempted:
+            stood.append(int(before["inside"]))
+            assert not state.host.encoder.holders
+        found |= {done.id: done for done in outputs.finished}
+    assert len(stood) == 1
+    assert feature.offset < stood[0] < feature.end
+    assert sum(calls) == 1 if kept else sum(calls) > 1
+    check(kind, [text, inside], found)

@@ -528,7 +528,8 @@ def test_partly_renamed_keys(old, new, why):
 
 
 def test_vision_tower():
-    """LF-23: short target names that also hit the tower are refused, with the tensors counted."""
+    """LF-23: short target names that also hit the tower are refused where there is none, with the
+    tensors counted."""
     vision = CLIPVisionConfig(
         hidden_size=32,
         intermediate_size=64,

@@ -64,6 +64,25 @@ def test_a_causal_mask_answers_otherwise(kind: str) -> None:
     assert (got_LV - want_LV).abs().max() > 0.01
 
 
+@pytest.mark.parametrize("decode", [forward, fused_forward])
+def test_the_last_row_reaches_the_first_of_its_own_picture(decode: Any) -> None:
+    """CI-07: no token before the picture, and none of the picture before."""
+    model, parts = load("gemma3"), [[3, 4], picture(*TALL), picture(*USUAL), [5, 6]]
+    ids, plain, _ = computed(model, parts, decode)
+
+    def changed(*given: Any, embeds: Any) -> torch.Tensor:
+        index_E, rows_ED = embeds
+        rows_ED = rows_ED.clone()
+        rows_ED[-1] += 1.0
+        return decode(*given, embeds=(index_E, rows_ED))
+
+    _, other, _ = computed(model, parts, changed)
+    moved = (plain - other).abs().amax(1)
+    first = [at for at, token in enumerate(ids) if token == model.row_id][16]
+    assert moved[:first].max() < 1e-5
+    assert moved[first:].min() > 1e-4
+
+
 def test_rows_are_about_the_picture() -> None:
     assert_depends_on_pixels(load("gemma3"), picture(*USUAL))
 

@@ -1,16 +1,17 @@
 """Adapters on towers and projectors: in one call of items with different adapters and none each
 item gets what PEFT makes of it alone (W23, LF-23)."""
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor
 
+from purestep.models.checkpoint import load_vision
 from purestep.models.config import TOWER
 from purestep.models.tower_linears import tower_linears
-from purestep.models.tower_rows import ItemAdapters, TowerRows
-from purestep.state.adapters import ROW_BLOCK
-from tests.models.tiny_vision import load, picture
-from tests.models.tower_adapters import adapter, wanted_rows
+from tests.models.tiny_vision import load, saved
+from tests.models.tower_adapters import BATCH, PICTURES, adapter, item_adapters, wanted_rows
 
 KINDS = (
     "llava",
@@ -22,47 +23,14 @@ KINDS = (
     "pixtral",
     "qwen2_vl",
     "qwen2_5_vl",
+    "qwen3_vl",
 )
-PICTURES = picture(60, 45), picture(45, 60, seed=1), picture(112, 60, seed=2)
-BATCH = (  # picture, adapter
-    (0, "all"),
-    (1, None),
-    (0, "some"),
-    (2, "all"),
-    (0, None),
-    (1, "some"),
-    (2, None),
-    (1, "all"),
-)
-PLACES = {"all": (1, (4,)), "some": (0, (3, 1))}  # slot, row blocks
-
-
-def rows_of(kind: str) -> dict[str, TowerRows]:
-    """Rows of both adapters at their places; elsewhere NaN."""
-    model, found, P = load(kind), {}, 5 * ROW_BLOCK
-    for linear in tower_linears(model.vision.family, model.vision.config):
-        if linear.parent != TOWER:
-            continue
-        a_SPD = torch.full((len(linear.out_sizes), P, linear.in_features), torch.nan)
-        b_PO = torch.full((P, linear.out_features), torch.nan)
-        for name, (_, blocks) in PLACES.items():
-            index = (torch.tensor(blocks)[:, None] * ROW_BLOCK + torch.arange(ROW_BLOCK)).flatten()
-            a_SPD[:, index], b_PO[index] = 0, 0
-            if (arena := adapter(kind, name).arenas.get(linear.name)) is not None:
-                a_SPD[:, index], b_PO[index] = arena.a_LSRD[0], arena.b_LRO[0]
-        found[linear.name] = TowerRows(a_SPD=a_SPD, b_PO=b_PO, out_sizes=linear.out_sizes)
-    return found
 
 
 @torch.inference_mode()
-def encoded(kind: str, batch: tuple[tuple[int, str | None], ...]) -> list[Tensor]:
+def encoded(kind: str, batch: Sequence[tuple[int, str | None]]) -> list[Tensor]:
     vision, items = load(kind).vision, [load(kind).item(PICTURES[i]) for i, _ in batch]
-    adapters = ItemAdapters(
-        rows=rows_of(kind),
-        places=tuple(PLACES.values()),
-        slots=tuple(PLACES[name][0] if name else -1 for _, name in batch),
-        device="cpu",
-    )
+    adapters = item_adapters(kind, [name for _, name in batch])
     return vision.family.encode(vision.params, vision.config, items, adapters)
 
 
@@ -96,3 +64,21 @@ def test_adapters_of_whole_models_are_read_whole(kind: str) -> None:
     assert (run < names) == (kind in ("llava", "llava-layers", "llava_next"))
     assert found.linears == ("down", "gate_up", "out", "qkv", "tower")
     assert found.version != adapter(kind, "some").version
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 1e-4), (torch.bfloat16, 0.1)], ids=str
+)
+def test_a_mixed_call_on_a_gpu(kind: str, dtype: torch.dtype, tolerance: float) -> None:
+    items = [load(kind).item(PICTURES[i]) for i, _ in BATCH]
+    vision, _ = load_vision(saved(kind)[0], dtype=dtype, device="cuda")
+    adapters = item_adapters(kind, [name for _, name in BATCH], dtype=dtype, device="cuda")
+    with torch.inference_mode():
+        rows = vision.family.encode(vision.params, vision.config, items, adapters)
+        base = vision.family.encode(vision.params, vision.config, items)
+    for (_, name), got, bare, want in zip(BATCH, rows, base, encoded(kind, BATCH), strict=True):
+        assert (got.float().cpu() - want).norm() < tolerance * want.norm()
+        assert name is not None or got.equal(bare)

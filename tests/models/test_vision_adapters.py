@@ -13,10 +13,13 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from purestep.engine import Request, init, load_adapter, load_program
+from purestep.models.adapter_files import read_adapter
+from purestep.models.tower_linears import tower_linears
 from purestep.state.errors import AdapterError
 from tests.engine.tiny import GREEDY, run
 from tests.models.peft_fixtures import save, wrap
 from tests.models.tiny_vision import load, picture, saved
+from tests.models.tower_adapters import adapter, folder
 
 KINDS = ["llava", "llava-siglip", "llava_next", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "gemma3"]
 LANGUAGE = r".*language_model\..*\.(q|v|o|up|down)_proj"
@@ -102,16 +105,16 @@ def test_on_an_image_prompt(tmp_path: Path) -> None:
         ("qwen2_5_vl", r".*merger.mlp.0", "0 of 2", "merger"),
     ],
 )
-def test_what_adapts_the_tower_is_refused(
+def test_what_adapts_the_tower_is_refused_without_it(
     kind: str, targets: Any, what: str, tensors: str, tmp_path: Path
 ) -> None:
     """Whole: the language model's part of it alone would be another adapter."""
     folder = save(wrap(saved(kind)[1], seed=5, target_modules=targets), tmp_path)
-    state = init(load_program(saved(kind)[0], **ENGINE))
+    state = init(load_program(saved(kind)[0], **ENGINE, image_limit=0))
     with pytest.raises(AdapterError) as caught:
         load_adapter(state, folder, name="a")
     message = str(caught.value)
-    assert "tensors of a vision or audio tower are not supported yet" in message
+    assert "tensors of a vision or audio tower, which this program does not have" in message
     assert tensors in message
     assert re.search(f"({what}) .*tensors pair up", message)
     assert not state.host.adapters.names
@@ -124,4 +127,51 @@ def test_what_matches_nothing_is_refused(change: Callable[[str], str], tmp_path:
     save_file({change(n): t for n, t in tensors.items()}, tmp_path / "adapter_model.safetensors")
     state = init(load_program(saved("qwen2_vl")[0], **ENGINE))
     with pytest.raises(AdapterError, match=r"adapter 'a'.* 0 of 20 tensors pair up"):
+        load_adapter(state, tmp_path, name="a")
+
+
+@pytest.mark.parametrize("kind", ["llava", "idefics3", "qwen2_vl"])
+@pytest.mark.parametrize("change", ["without the head", "bare", "old"])
+def test_spellings_of_the_tower(kind: str, change: str, tmp_path: Path) -> None:
+    """One adapter, whatever stands before the names and inside them."""
+    want = adapter(kind, "all")
+    tensors = load_file(folder(kind, "all") / "adapter_model.safetensors")
+    start = "base_model.model.model."
+    assert all(name.startswith((start, "base_model.model.lm_head")) for name in tensors)
+
+    def renamed(name: str) -> str:
+        if change == "old":
+            return re.sub(r"vision_tower\.(?!vision_model)", "vision_tower.vision_model.", name)
+        return name.replace(start, "base_model.model." if change == "without the head" else "")
+
+    text = (folder(kind, "all") / "adapter_config.json").read_text()
+    (tmp_path / "adapter_config.json").write_text(text)
+    save_file({renamed(n): t for n, t in tensors.items()}, tmp_path / "adapter_model.safetensors")
+    model = load(kind)
+    tower = tower_linears(model.vision.family, model.vision.config)
+    found = read_adapter(tmp_path, model.config, dtype=torch.float32, max_rank=None, tower=tower)
+    assert found.version == want.version
+    assert found.modules == want.modules
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "why"),
+    [
+        (r"layers\.0\.self_attn", "layers.3.self_attn", "no such linear in the tower"),
+        (r"vision_tower\.(.*)mlp\.fc1", r"vision_tower.\1mlp.fc3", "no such linear in the tower"),
+        (r"linear_2\.lora_B", "linear_2.lora_C", "no such linear in the tower"),
+        (r"linear_2\.lora_B.weight", "linear_2.lora_B.bias", r"a bias of B"),
+    ],
+)
+def test_names_that_no_tower_has(old: str, new: str, why: str, tmp_path: Path) -> None:
+    """A layer above all of them, a module and a role that do not exist."""
+    tensors = load_file(folder("llava", "all") / "adapter_model.safetensors")
+    towers = {n: t for n, t in tensors.items() if "language_model" not in n}
+    changed = {re.sub(old, new, n): t for n, t in towers.items()}
+    assert changed.keys() != towers.keys()
+    text = (folder("llava", "all") / "adapter_config.json").read_text()
+    (tmp_path / "adapter_config.json").write_text(text)
+    save_file(changed, tmp_path / "adapter_model.safetensors")
+    state = init(load_program(saved("llava")[0], **ENGINE))
+    with pytest.raises(AdapterError, match=why):
         load_adapter(state, tmp_path, name="a")

@@ -334,6 +334,13 @@ def processed(model: Loaded, images: Sequence[Image.Image]) -> dict[str, Any]:
     }
 
 
+def features_of(oracle: Any, given: dict[str, Any]) -> list[Tensor]:
+    """The rows of images by a transformers model, what is for later layers beside them."""
+    found = oracle.model.get_image_features(**given)
+    deeper = getattr(found, "deepstack_features", [])
+    return [torch.cat(own, -1) for own in zip(found.pooler_output, *deeper, strict=True)]
+
+
 @torch.inference_mode()
 def expected(
     model: Loaded, parts: Sequence[Part], **more: Any
@@ -343,11 +350,7 @@ def expected(
     number of rows."""
     images = [part for part in parts if isinstance(part, Image.Image)]
     given = processed(model, images) if images else {}
-    rows = []
-    if images:
-        found = model.oracle.model.get_image_features(**given)
-        deeper = getattr(found, "deepstack_features", [])
-        rows = [torch.cat(own, -1) for own in zip(found.pooler_output, *deeper, strict=True)]
+    rows = features_of(model.oracle, given) if images else []
     own = [model.placeholder(model.item(image)) for image in images]
     if any(is_embed is not None for _, is_embed in own):  # their word on these is another test
         placeholders = [ids.tolist() for ids, _ in own]
