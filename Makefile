@@ -4,7 +4,7 @@ PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
 
-.PHONY: demo test test-all test-fast gpu-check lint bench adapters clean
+.PHONY: demo test test-all test-fast gpu-check lint bench adapters vlm clean
 
 demo: $(VENV)/ready
 	$(RUN) -m tests.examples.demo
@@ -36,6 +36,11 @@ bench: $(VENV)/ready
 adapters: $(VENV)/ready
 	$(RUN) -m tests.examples.train_adapters
 
+# Trains the demo's vision tower anew and asks it, on a GPU: `make vlm RUN=python3`, as gpu-check.
+vlm: $(if $(filter command line,$(origin RUN)),,$(VENV)/ready)
+	$(RUN) -m tests.examples.train_vlm
+	$(RUN) -m tests.examples.evaluate_vlm
+
 $(VENV)/ready: pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and \
 		f"purestep needs Python >= 3.11, {sys.executable} is {sys.version.split()[0]}: \
@@ -46,4 +51,4 @@ $(VENV)/ready: pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) demo_out build *.egg-info .pytest_cache .ruff_cache .hypothesis

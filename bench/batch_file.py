@@ -1,7 +1,8 @@
 """How much sooner is a batch file done than by the loop that one writes with transformers and PEFT?
 
 64 chat requests over 8 adapters (rank 8 on all linears) and the base model; one half begin with one
-of two long system prompts, the other half share nothing. Both answer greedily with up to 32 tokens.
+of two long system prompts, the other half share nothing. Both answer greedily with up to 32 tokens
+(--requests, --tokens).
 Ours is `purestep batch`, from the start of the process with its imports to the end; the loop's time
 begins with loading the model and goes through the requests one after another: `set_adapter`, the
 chat template, `generate`. Both write a JSONL file, and the texts are compared.
@@ -48,6 +49,8 @@ def arguments() -> argparse.ArgumentParser:
     args.add_argument("--model", type=Path, help="checkpoint folder; default: SmolLM2-135M")
     args.add_argument("--threads", type=int, help="default: what torch chooses")
     args.add_argument("--rounds", type=int, default=1)
+    args.add_argument("--requests", type=int, default=64)
+    args.add_argument("--tokens", type=int, default=32, help="of each answer, at most")
     return args
 
 
@@ -55,7 +58,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
     if importlib.util.find_spec("peft") is None:
         print("peft is not installed: batch_file is skipped")
         return []
-    count, new, num_adapters = (6, 4, 2) if args.smoke else (64, 32, 8)
+    count, new, num_adapters = (6, 4, 2) if args.smoke else (args.requests, args.tokens, 8)
     model = tiny_checkpoint(folder) if args.smoke else checkpoint(args, folder)
     adapters = make_adapters(model, folder, num_adapters)
     lines = list(requests(count, new, list(adapters)))

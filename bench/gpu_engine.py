@@ -26,7 +26,7 @@ from torch.utils import _pytree as pytree
 
 from bench.gpu_peers import PEERS, peer_rates
 from bench.gpu_trace import Idle, trace
-from bench.report import Figure, parser, report
+from bench.report import Figure, parser, report, save
 from purestep.engine import (
     AdapterLoaded,
     EngineState,
@@ -65,7 +65,7 @@ WORKLOADS = {
     "rows64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8", "adapters32")),
     "rank64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8"), rank=64),
 }
-SHARE = Workload(requests=64, prompt=512, new=32, cases=("base", "adapters8"))  # of W1, for peers
+SHARE = Workload(requests=64, prompt=512, new=16, cases=("base", "adapters8"))  # of W1, for peers
 DRIVERS = {"ahead": step_ahead, "plain": step}
 
 
@@ -77,7 +77,7 @@ def main(argv: list[str] | None = None) -> None:
 def arguments() -> argparse.ArgumentParser:
     args = parser(__doc__)
     args.add_argument("--rounds", type=int, default=3)
-    args.add_argument("--only", nargs="+", choices=[*WORKLOADS], default=[*WORKLOADS])
+    args.add_argument("--only", nargs="*", choices=[*WORKLOADS], default=[*WORKLOADS])
     args.add_argument("--cases", nargs="+", help="those of them alone")
     args.add_argument("--drivers", nargs="+", choices=[*DRIVERS], default=["ahead"])
     args.add_argument("--trace", type=Path, metavar="DIR", help="profile some steps")
@@ -106,6 +106,7 @@ def measure(args: argparse.Namespace) -> list[Figure]:
         if args.smoke:
             work = replace(work, requests=min(4, work.requests), prompt=6, new=min(3, work.new))
         figures += run_workload(args, name, work, model, params, device, notes)
+        save(figures, args.json)  # of a run that may be cut off
         if device == "cuda":
             torch.cuda.empty_cache()
     if args.peers and device == "cuda":
@@ -167,8 +168,10 @@ def run_workload(
     made = time.perf_counter()
     if work.new > 1:
         warm_up(program, state, adapters=sorted({*counts.values()}))
+    steps_full = -(-2 * program.config.max_batched_tokens // work.prompt)
+    few = replace(work, requests=min(work.requests, steps_full))
     for count in {*counts.values()}:  # kernels of prompts
-        state, _, _ = serve(program, state, work, count, min(2, work.new))
+        state, _, _ = serve(program, state, few, count, min(2, work.new))
     begun = time.perf_counter() - start
     print(f"{name}: pool and adapters {made - start:.1f} s, all that is captured {begun:.1f} s")
     runs = {

@@ -50,6 +50,7 @@ def measure(folder: Path, smoke: bool) -> list[Figure]:
         done = subprocess.run(command, env=env, stdout=subprocess.PIPE, text=True, check=True)
         seconds = json.loads(done.stdout.splitlines()[-1])
         seconds["total"] = sum(seconds.values()) - seconds["import"]
+        print(kind, {phase: round(value, 2) for phase, value in seconds.items()}, flush=True)
         figures += [
             Figure(
                 figure=f"gpu_start/{kind}/{phase}",

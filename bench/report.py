@@ -75,19 +75,26 @@ def figures_of(
 
 def report(figures: Iterable[Figure], to: Path | None) -> None:
     """Print the table; write the file."""
+    figures = tuple(figures)
     rows = [("figure", "value", "unit", "peer", "peer's value", "ratio")]
-    lines = []
     for it in figures:
         peer = "" if it.peer_value is None else f"{it.peer_value:.2f}"
         ratio = "" if it.ratio is None else f"{it.ratio:.2f}"
         rows.append((it.figure, f"{it.value:.2f}", it.unit, it.peer or "", peer, ratio))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
+    save(figures, to)
+
+
+def save(figures: Iterable[Figure], to: Path | None) -> None:
+    """Write the file, if there is to be one."""
+    lines = []
+    for it in figures:
         known = {k: v for k, v in asdict(it).items() if v is not None and k != "notes"}
         if it.ratio is not None:
             known["ratio"] = it.ratio
         lines.append(json.dumps(known | it.notes | stamp()))
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip())
     if to is not None:
         to.write_text("".join(f"{line}\n" for line in lines))
 

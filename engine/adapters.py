@@ -15,6 +15,7 @@ from purestep.engine.admission import ended_request
 from purestep.engine.config import Config
 from purestep.engine.pool import check_linears
 from purestep.engine.requests import abort_host, bind
+from purestep.engine.upload import on_gpu
 from purestep.models.adapter_files import Adapter, adapter_from_tensors, read_adapter
 from purestep.state import adapters as ledger_of
 from purestep.state.adapters import AdapterInfo, AdapterLedger, count_users
@@ -75,6 +76,7 @@ def load_adapter_tensors(
         name=name,
         tower=state.config.tower,
         version=version,
+        pinned=on_gpu(state.config.device),
     )
     return deliver_loaded(state, AdapterLoaded(name=name, source=None, adapter=adapter))
 
@@ -90,6 +92,7 @@ def read(
         max_rank=config.max_lora_rank,
         name=name,
         tower=config.tower,
+        pinned=on_gpu(config.device),
         pause=pause,
     )
 

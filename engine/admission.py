@@ -19,12 +19,13 @@ from purestep.state.adapters import (
     promised_victims,
     renew_reservations,
     reserve,
+    slot_of,
     victims_for,
 )
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState, Rows, completion, make_row
 from purestep.state.media import outside_groups
-from purestep.state.request import Completion, FinishReason, RequestState, frozen
+from purestep.state.request import Completion, FinishReason, RequestState
 
 
 @dataclass(slots=True)
@@ -49,9 +50,10 @@ def admit(
     draft: BlockDraft,
     encoding: Encoding,
     running: Rows,
-    room: int,
+    count_R: np.ndarray,
 ) -> Admitted:
-    """Admit in order while tokens, rows, blocks and adapter places last.
+    """Admit in order while tokens, rows, blocks and adapter places last; `running` compute
+    `count_R` tokens.
 
     A request whose adapter finds no place, or has its quota of blocks, is skipped, the next may
     fit; one that finds no blocks stops the admission, or large prompts would wait for ever behind
@@ -84,6 +86,7 @@ def admit(
     if not order.waiting:
         return out
     queue = _Queue(config, host, order, running, draft, out)
+    room = config.max_batched_tokens - int(count_R.sum())
     while room and not encoding.stalled and len(running.ids) + len(out.rows) < config.max_rows:
         found = queue.next(out.adapters, to_the_end=not (running.ids or out.rows))
         if found is None:
@@ -352,11 +355,12 @@ def _start_row(
     if record.request.features:
         count = encoding.fit(record, computed, count)
     num_more = -(-(computed + count) // B) - len(hits)
-    table = frozen([*hits, *draft.allocate(num_more, record.version)])
+    table = [*hits, *draft.allocate(num_more, record.version)]
     if config.prefix_caching:
         register_blocks(record.digests, table, computed // B, (computed + count) // B, draft)
     limit = row_limit(config, record)
-    row = make_row(record, table, num_computed=computed, limit=limit, block_size=B)
+    slot = slot_of(out.adapters, record.version)
+    row = make_row(record, table, slot=slot, num_computed=computed, limit=limit, block_size=B)
     out.rows.append((row, count))
     if record.num_cached < 0:
         record = replace(record, num_cached=computed)
@@ -366,7 +370,11 @@ def _start_row(
 
 
 def register_blocks(
-    digests: Sequence[bytes], table: np.ndarray, first: int, last: int, draft: BlockDraft
+    digests: Sequence[bytes],
+    table: Sequence[int] | np.ndarray,
+    first: int,
+    last: int,
+    draft: BlockDraft,
 ) -> None:
     """Make the blocks from the `first` up to the `last` of a table findable, which this step fills
     and whose chain is `digests`; with prefix caching.

@@ -20,6 +20,7 @@ from purestep.engine.schedule import schedule
 from purestep.state.engine import EngineState, HostState
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.request import frozen
+from purestep.state.scores import nothing
 
 
 def look_ahead(
@@ -54,8 +55,11 @@ def guess(config: Config, plan: StepPlan) -> StepResult:
     """A result in which every row draws a token that ends nothing."""
     count = int(plan.sampled_R.sum())
     token = next(i for i in range(len(config.stop_ids) + 1) if i not in config.stop_ids)
+    asked = plan.sampling.num_tops_S[plan.sampling.num_tops_S >= 0].tolist()
     return StepResult(
-        token_S=frozen(np.full(count, token)), logprob_S=frozen(np.zeros(count), np.float32)
+        token_S=frozen(np.full(count, token)),
+        logprob_S=frozen(np.zeros(count), np.float32),
+        tops=tuple(nothing(1, num_tops) for num_tops in asked),
     )
 
 

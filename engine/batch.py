@@ -18,7 +18,6 @@ from purestep.engine.batch_rows import Row, custom_id_of, read_object, row_of
 from purestep.engine.dry_run import dry_step
 from purestep.engine.generate import generate
 from purestep.engine.program import Program
-from purestep.engine.step import step
 from purestep.state.errors import BatchLineError, MediaError, RequestError
 from purestep.state.processor_cache import empty_processor_cache
 from purestep.state.request import Completion, FinishReason, Request
@@ -134,7 +133,7 @@ def run_lines(
         adapters=job.adapters,
         resolver=job.resolver,
         on_step=progress.step,
-        advance=dry_step if job.dry_run else step,
+        advance=dry_step if job.dry_run else None,
     ):
         run.collect(completion)
 

@@ -50,27 +50,30 @@ def commit(
     """
     _check_matches(host, plan, result)
     at_R = plan_places(host, plan)
-    at_S = at_R[plan.sampled_R]
-    good_S = (at_S >= 0) & np.isfinite(result.logprob_S)
+    at_S, token_S, logprob_S = at_R[plan.sampled_R], result.token_S, result.logprob_S
+    good_S, drew, ends = (at_S >= 0) & np.isfinite(logprob_S), at_S, {}
     if result.errors:
         good_S[[s for s, _ in result.errors]] = False
-    faulty = faulty_rows(host, result, at_R)
+    faulty = faulty_rows(host, result, at_R) if result.faults else {}
     if faulty:
         good_S &= ~np.isin(at_S, list(faulty))
-    failed = ((at_S >= 0) & ~good_S).nonzero()[0]
-    ends = failed_rows(result, failed.tolist(), at_S[failed].tolist())
+    if np.count_nonzero(good_S) < len(good_S):
+        failed = ((at_S >= 0) & ~good_S).nonzero()[0]
+        ends = failed_rows(result, failed.tolist(), at_S[failed].tolist())
+        drew = np.where(good_S, at_S, -1)
+        at_S, token_S, logprob_S = at_S[good_S], token_S[good_S], logprob_S[good_S]
+    # Nearly always all rows, in their order: then nothing has to be picked from columns.
+    all_drew = plan.row_ids is host.rows.ids and len(at_S) == len(at_R)
+    of_S = slice(None) if all_drew else at_S
+    ids_S = host.rows.ids if all_drew else tuple(host.rows.ids[row] for row in at_S.tolist())
 
-    drew = np.where(good_S, at_S, -1)
-    at_S, token_S, logprob_S = at_S[good_S], result.token_S[good_S], result.logprob_S[good_S]
-    rows = _append_tokens(host.rows, at_S, token_S, logprob_S)
-    rows = _with_tails(rows, plan, result, at_R, drew)
-    full = at_S[rows.num_tokens_R[at_S] % config.block_size == 0].tolist()
-    rows, changed = _with_sealed(config, host, rows, full)
+    rows, full = _with_tokens(config, host, at_S, of_S, token_S, logprob_S)
+    rows, changed = _with_tails(host, rows, plan, result, at_R, drew, full)
     _collect_scores(host, plan, result, at_R, changed)
-    ends |= sampled_ends(config, host, rows, at_S, token_S)
+    ends |= sampled_ends(config, host, rows, at_S, of_S, token_S)
     ends |= _scored_ends(rows, plan, at_R)
     ends |= unsound_rows(plan, result, at_R) | faulty
-    rows, texts = new_texts(config, host, rows, changed, ends, at_S, token_S)
+    rows, texts = new_texts(config, host, rows, changed, ends, at_S, of_S, ids_S, token_S)
     finished = tuple(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
@@ -83,7 +86,7 @@ def commit(
         after = evolve(after, encoder=encoder)
     outputs = Outputs(
         step=plan.step,
-        ids=_ids(rows, at_S),
+        ids=ids_S,
         tokens_S=locked(token_S),
         logprobs_S=locked(logprob_S),
         finished=(*plan.ended, *finished),
@@ -105,103 +108,114 @@ def _not_kept(plan: StepPlan, result: StepResult) -> list[str]:
     return [i.identifier for i in plan.encodes if (i.identifier, i.num_embeds) in wrong]
 
 
-def _ids(rows: Rows, at_S: np.ndarray) -> tuple[str, ...]:
-    """The rows' ids; nearly always all of them, in their order."""
-    if len(at_S) == len(rows.ids) and (at_S[1:] > at_S[:-1]).all():
-        return rows.ids
-    return tuple(rows.ids[row] for row in at_S.tolist())
-
-
 def _check_matches(host: HostState, plan: StepPlan, result: StepResult) -> None:
-    flying = [p.step for p in host.in_flight]
-    if not flying or flying[0] != plan.step:
+    if not host.in_flight or host.in_flight[0].step != plan.step:
+        flying = [p.step for p in host.in_flight]
         raise StepError(f"commit: plan of step {plan.step} is not the oldest in flight: {flying}")
-    sampled = np.count_nonzero(plan.sampled_R)
-    want = {
-        "token_S": sampled,
-        "logprob_S": sampled,
-        "tops": np.count_nonzero(plan.sampling.num_tops_S >= 0),
-        "scored": len(plan.scored),
-        "hidden": len(plan.hidden),
-    }
-    found = {name: len(getattr(result, name)) for name in want}
+    sampled = int(np.count_nonzero(plan.sampled_R))
+    tops = int(np.count_nonzero(plan.sampling.num_tops_S >= 0))
+    want = sampled, sampled, tops, len(plan.scored), len(plan.hidden)
+    names = "token_S", "logprob_S", "tops", "scored", "hidden"
+    found = tuple(len(getattr(result, name)) for name in names)
     if found != want:
-        raise StepError(f"commit: step {plan.step} wants {want}, the result has {found}")
+        columns = (dict(zip(names, counts, strict=True)) for counts in (want, found))
+        raise StepError("commit: step {} wants {}, the result has {}".format(plan.step, *columns))
 
 
-def _append_tokens(
-    rows: Rows, at_S: np.ndarray, token_S: np.ndarray, logprob_S: np.ndarray
-) -> Rows:
-    position_S = rows.num_tokens_R[at_S]
-    place_S = position_S % rows.tail_RB.shape[1]
+def _with_tokens(
+    config: Config,
+    host: HostState,
+    at_S: np.ndarray,
+    of_S: np.ndarray | slice,
+    token_S: np.ndarray,
+    logprob_S: np.ndarray,
+) -> tuple[Rows, list[int]]:
+    """The rows with the tokens that they drew, sealed where the newest one fills a block, and these
+    rows; `of_S` picks the rows `at_S` of a column."""
+    rows, B = host.rows, config.block_size
+    position_S = rows.num_tokens_R[of_S]
+    column_S = position_S % B
+    place_S = at_S * B + column_S
     tail_RB, tail_logprob_RB = rows.tail_RB.copy(), rows.tail_logprob_RB.copy()
-    num_tokens_R = rows.num_tokens_R.copy()
-    tail_RB[at_S, place_S] = token_S
-    tail_logprob_RB[at_S, place_S] = logprob_S
-    num_tokens_R[at_S] = position_S + 1
-    return evolve(
-        rows,
-        tail_RB=locked(tail_RB),
-        tail_logprob_RB=locked(tail_logprob_RB),
-        num_tokens_R=locked(num_tokens_R),
-    )
+    num_tokens_R, newest_R = rows.num_tokens_R.copy(), rows.newest_R.copy()
+    tail_RB.reshape(-1)[place_S] = token_S
+    tail_logprob_RB.reshape(-1)[place_S] = logprob_S
+    num_tokens_R[of_S] += 1
+    newest_R[of_S] = token_S
+    changes = {
+        "tail_RB": locked(tail_RB),
+        "tail_logprob_RB": locked(tail_logprob_RB),
+        "num_tokens_R": locked(num_tokens_R),
+        "newest_R": locked(newest_R),
+    }
+    full_F = at_S[column_S == B - 1]
+    full = full_F.tolist()
+    if full:
+        tokens_FB = locked(tail_RB.take(full_F, axis=0))
+        logprobs_FB = locked(tail_logprob_RB.take(full_F, axis=0))
+        changes["sealed"] = _sealed(config, host, full, tokens_FB, logprobs_FB)
+    return evolve(rows, **changes), full
+
+
+def _sealed(
+    config: Config,
+    host: HostState,
+    full: list[int],
+    tokens_FB: np.ndarray,
+    logprobs_FB: np.ndarray,
+) -> tuple:
+    """The column `sealed` with one more block for the rows `full`, which is as `host` has them."""
+    rows, sealed, digest = host.rows, list(host.rows.sealed), b""
+    ids, size = tokens_FB.astype("<i4", copy=False).tobytes(), 4 * config.block_size
+    for n, (row, tokens, logprobs) in enumerate(zip(full, tokens_FB, logprobs_FB, strict=True)):
+        before, of_block = sealed[row], ids[n * size : (n + 1) * size]
+        if before:  # so the block stands behind the prompt
+            if config.prefix_caching:
+                digest = ids_digest(before[-1][2], of_block)
+        else:
+            begin = int(rows.num_tokens_R[row]) + 1 - config.block_size
+            first = max(int(rows.num_known_R[row]) - begin, 0)
+            tokens, logprobs = tokens[first:], logprobs[first:]
+            if config.prefix_caching:
+                digest = _next_digest(host.requests[rows.ids[row]], of_block)
+        sealed[row] = (*before, (tokens, logprobs, digest))
+    return tuple(sealed)
 
 
 def _with_tails(
-    rows: Rows, plan: StepPlan, result: StepResult, at_R: np.ndarray, drew: np.ndarray
-) -> Rows:
-    """Rows with likeliest tokens and hidden states behind the tails of the few that asked.
+    host: HostState,
+    rows: Rows,
+    plan: StepPlan,
+    result: StepResult,
+    at_R: np.ndarray,
+    drew: np.ndarray,
+    full: list[int],
+) -> tuple[Rows, dict[str, RequestState]]:
+    """Rows with likeliest tokens and hidden states behind the tails of the few that asked; and the
+    records of those whose tails they leave, as a block is `full`.
 
     `drew` are the running rows of the sampled ones; -1 for those that drew no token.
     """
-    if result.tops:
-        tails = list(rows.tail_tops)
-        asked = drew[plan.sampling.num_tops_S >= 0].tolist()
-        for row, tops in zip(asked, result.tops, strict=True):
-            if row >= 0:
-                tails[row] = (*tails[row], tops)
-        rows = evolve(rows, tail_tops=tuple(tails))
-    if result.hidden:
-        tails = list(rows.tail_hidden)
-        for probe, states in zip(plan.hidden, result.hidden, strict=True):
-            row = int(at_R[probe.row])
-            if row >= 0:
-                tails[row] = (*tails[row], states)
-        rows = evolve(rows, tail_hidden=tuple(tails))
-    return rows
-
-
-def _with_sealed(
-    config: Config, host: HostState, rows: Rows, full: list[int]
-) -> tuple[Rows, dict[str, RequestState]]:
-    """The rows with the tokens of those whose newest one filled a block sealed, and its digest; and
-    the records that got what some of them had in their tails beside ids."""
-    if not full:
+    if "told_more" not in rows.traits:
         return rows, {}
-    tokens_FB, logprobs_FB = locked(rows.tail_RB[full]), locked(rows.tail_logprob_RB[full])
-    first_F = np.maximum(rows.num_known_R[full] - rows.num_tokens_R[full] + config.block_size, 0)
-    ids = tokens_FB.astype("<i4", copy=False).tobytes()
-    sealed, size, digest = list(rows.sealed), 4 * config.block_size, b""
-    for n, (row, first) in enumerate(zip(full, first_F.tolist(), strict=True)):
-        before = sealed[row]
-        if config.prefix_caching:
-            of_block = ids[n * size : (n + 1) * size]
-            if before:  # so the block stands behind the prompt
-                digest = ids_digest(before[-1][2], of_block)
-            else:
-                digest = _next_digest(host.requests[rows.ids[row]], of_block)
-        sealed[row] = (*before, (tokens_FB[n, first:], logprobs_FB[n, first:], digest))
-    changed = {
-        rows.ids[row]: with_tails(rows, row, host.requests[rows.ids[row]])
-        for row in full
-        if rows.tail_tops[row] or rows.tail_hidden[row]
-    }
-    moved = {
-        name: _without_tails(tails, full)
-        for name, tails in (("tail_tops", rows.tail_tops), ("tail_hidden", rows.tail_hidden))
-        if changed
-    }
-    return evolve(rows, sealed=tuple(sealed), **moved), changed
+    tops, hidden = list(rows.tail_tops), list(rows.tail_hidden)
+    asked = drew[plan.sampling.num_tops_S >= 0].tolist()
+    for row, found in zip(asked, result.tops, strict=True):
+        if row >= 0:
+            tops[row] = (*tops[row], found)
+    for probe, states in zip(plan.hidden, result.hidden, strict=True):
+        row = int(at_R[probe.row])
+        if row >= 0:
+            hidden[row] = (*hidden[row], states)
+    rows, changed = evolve(rows, tail_tops=tuple(tops), tail_hidden=tuple(hidden)), {}
+    for row in full:
+        if tops[row] or hidden[row]:
+            key = rows.ids[row]
+            changed[key] = with_tails(rows, row, host.requests[key])
+            tops[row] = hidden[row] = ()
+    if changed:
+        rows = evolve(rows, tail_tops=tuple(tops), tail_hidden=tuple(hidden))
+    return rows, changed
 
 
 def _next_digest(record: RequestState, ids: bytes) -> bytes:
@@ -211,13 +225,6 @@ def _next_digest(record: RequestState, ids: bytes) -> bytes:
     parent = (generated or prompt or (record.root,))[-1]
     place = len(prompt) + len(generated)
     return ids_digest(parent, ids, extras[place] if place < len(extras) else b"")
-
-
-def _without_tails(tails: tuple[tuple, ...], full: list[int]) -> tuple[tuple, ...]:
-    kept = list(tails)
-    for row in full:
-        kept[row] = ()
-    return tuple(kept)
 
 
 def _collect_scores(
@@ -237,7 +244,7 @@ def _collect_scores(
 
 def _scored_ends(rows: Rows, plan: StepPlan, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
-    if not np.count_nonzero(rows.limit_R == rows.num_prompt_R):
+    if "only_scored" not in rows.traits:
         return {}
     ran, end_R = at_R[at_R >= 0], (plan.start_R + plan.count_R)[at_R >= 0]
     full_R = (rows.num_tokens_R[ran] == rows.limit_R[ran]) & (end_R == rows.num_tokens_R[ran])

@@ -1,5 +1,6 @@
 """Every choice an engine makes, resolved once and then frozen."""
 
+from bisect import bisect_left
 from dataclasses import dataclass
 from typing import Any
 
@@ -180,17 +181,22 @@ def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) ->
     """The shape a step is padded to: the smallest bucket that holds its tokens, or its rows where
     each has one token. More than the largest bucket are not padded."""
     uniform = num_tokens == num_rows
-    buckets = config.row_buckets if uniform else ()
-    if rows := next((b for b in buckets if b >= num_rows), 0):
+    if uniform and (rows := _bucket(config.row_buckets, num_rows)):
         num_tokens = num_rows = rows
     else:
-        num_tokens = next((b for b in config.token_buckets if b >= num_tokens), num_tokens)
+        num_tokens = _bucket(config.token_buckets, num_tokens) or num_tokens
     return BatchDescriptor(
         num_tokens=num_tokens,
         num_rows=num_rows,
         uniform_decode=uniform,
         num_active_loras=_rounded(num_active, config.max_active_adapters),
     )
+
+
+def _bucket(buckets: tuple[int, ...], size: int) -> int:
+    """The smallest that holds so many; 0 where none does."""
+    place = bisect_left(buckets, size)
+    return buckets[place] if place < len(buckets) else 0
 
 
 def has_graph(config: Config, shape: BatchDescriptor) -> bool:

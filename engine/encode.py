@@ -4,6 +4,7 @@ E embeddings, D hidden size of the language model, T token rows of a step.
 """
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from torch import Tensor
 from purestep.engine.media import EMBEDS
 from purestep.engine.pool import Pool
 from purestep.engine.program import Program
+from purestep.engine.upload import sent
 from purestep.models.tower_rows import ItemAdapters
 from purestep.state.errors import StepError
 from purestep.state.plan import EncodedItem, MergedSpan, StepPlan
@@ -85,10 +87,7 @@ def _encoded(
             raise StepError(f"item {towers[0].identifier!r}: the program has no encoder for it")
         data = [blobs[item.blob] for item in towers]
         adapters = _adapters(pool, plan, towers)
-        if adapters is None:
-            rows = vision.family.encode(vision.params, vision.config, data)
-        else:
-            rows = vision.family.encode(vision.params, vision.config, data, adapters)
+        rows = vision.family.encode(vision.params, vision.config, data, adapters)
         outputs |= {item.identifier: own for item, own in zip(towers, rows, strict=True)}
     return {item.identifier: _checked(program, item, outputs[item.identifier]) for item in items}
 
@@ -105,7 +104,7 @@ def _adapters(pool: Pool, plan: StepPlan, items: Sequence[EncodedItem]) -> ItemA
         rows=pool.tower,
         places=tuple((places[v].slot, places[v].row_blocks) for v in versions),
         slots=tuple(-1 if i.version is None else places[i.version].slot for i in items),
-        device=pool.config.device,
+        send=partial(sent, device=pool.config.device),
     )
 
 

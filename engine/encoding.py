@@ -231,6 +231,8 @@ class Encoding:
 
     def finish(self) -> tuple[EncoderLedger, tuple[str, ...], tuple[EncodedItem, ...]]:
         """(the ledger, outputs that the device is to drop, then items to encode)."""
+        if not (self.ledger.outputs or self.ledger.leaving or self._encodes):
+            return self.ledger, (), ()
         ledger, drops = told(shrunk(self.ledger))
         return ledger, drops, tuple(item for item, _ in self._encodes.values())
 

@@ -77,23 +77,28 @@ def sampled_ends(
     host: HostState,
     rows: Rows,
     at_S: np.ndarray,
+    of_S: np.ndarray | slice,
     token_S: np.ndarray,
 ) -> dict[int, End]:
     """Which rows end with the token they drew. A stop wins over a limit reached at the same time.
-    `rows` have the tokens, and the texts as they were before."""
+    `rows` have the tokens, and the texts as they were before; `of_S` picks the rows at `at_S`."""
     ends = {}
-    num_tokens_S, watched_S = rows.num_tokens_R[at_S], rows.watched_R[at_S]
-    full_S = num_tokens_S >= rows.limit_R[at_S]
-    late_S = num_tokens_S >= rows.least_R[at_S]  # a processor may lift the ban of ends
-    eos_S = rows.heeds_eos_R[at_S] & late_S
-    if np.count_nonzero(eos_S):
-        eos_S &= np.isin(token_S, config.stop_ids)
-    for s in (full_S | eos_S | watched_S).nonzero()[0].tolist():
+    num_tokens_S = rows.num_tokens_R[of_S]
+    full_S = ending_S = num_tokens_S >= rows.limit_R[of_S]
+    if stops := "watched" in rows.traits or "heeds_eos" in rows.traits:
+        late_S = num_tokens_S >= rows.least_R[of_S]  # a processor may lift the ban of ends
+        eos_S = np.zeros(len(at_S), bool)
+        for stop_id in config.stop_ids:  # a few
+            eos_S |= token_S == stop_id
+        eos_S &= rows.heeds_eos_R[of_S] & late_S
+        own_S = rows.watched_R[of_S] & late_S
+        ending_S = full_S | eos_S | own_S
+    for s in ending_S.nonzero()[0].tolist():
         row, token = int(at_S[s]), int(token_S[s])
-        own = _own_stop(config, host, rows, row, token) if watched_S[s] and late_S[s] else None
+        own = _own_stop(config, host, rows, row, token) if stops and own_S[s] else None
         if own is not None:
             ends[row] = own
-        elif eos_S[s]:
+        elif stops and eos_S[s]:
             ends[row] = End(FinishReason.STOP, stop=token)
         elif full_S[s]:
             ends[row] = End(FinishReason.LENGTH)
@@ -122,42 +127,49 @@ def new_texts(
     changed: dict[str, RequestState],
     ends: dict[int, End],
     at_S: np.ndarray,
+    of_S: np.ndarray | slice,
+    ids_S: tuple[str, ...],
     token_S: np.ndarray,
 ) -> tuple[Rows, tuple[tuple[str, str], ...]]:
     """The rows with the grown texts; and what is new in the text of each row that streams it, whole
     characters only; all that is left where the row ends. `changed` are records that this step has
-    changed.
+    changed; `of_S` and `ids_S` pick and name the rows at `at_S`.
 
     Nearly every token is whole characters, and nothing in front of it was held back: then its own
     text is the news, and of the row's nothing has to be kept.
     """
-    with_text = [row for row in at_S.tolist() if rows.texts[row] is not None]
-    if not with_text:
+    if "has_text" not in rows.traits:
         return rows, ()
-    drawn, news = dict(zip(at_S.tolist(), token_S.tolist(), strict=True)), []
-    tokens, texts = config.tokens, list(rows.texts)
-    lengths = [len(tokens.piece(drawn[row])) for row in with_text]
+    tokens, texts = config.tokens, rows.texts
+    simple_R = rows.streams_R & ~rows.watched_R & (rows.num_text_R == rows.num_streamed_R)
+    simple_R[list(ends)] = False
+    told_S = tokens.wholes(token_S)
+    simple_S, length_S = simple_R[of_S], tokens.lengths(token_S)
+    if None in told_S:
+        simple_S = simple_S & [told is not None for told in told_S]
     num_text_R, num_streamed_R = rows.num_text_R.copy(), rows.num_streamed_R.copy()
-    num_text_R[with_text] += lengths
-    num_streamed_R[with_text] = num_text_R[with_text]
-    simple = (rows.streams_R & ~rows.watched_R).tolist()
-    for row in with_text:
-        key, told = rows.ids[row], None
-        if simple[row] and not texts[row] and row not in ends:
-            told = tokens.whole(drawn[row])
-        if told is None:
-            told, texts[row], num_streamed_R[row] = _grown(
-                config, rows, row, changed.get(key) or host.requests[key], drawn[row], ends
-            )
-        if told:
-            news.append((key, told))
+    num_text_R[of_S] += length_S * simple_S
+    num_streamed_R[of_S] += length_S * simple_S
+    others = (~simple_S).nonzero()[0].tolist()
+    if others:
+        texts = list(texts)
+    for s in others:
+        row, key = int(at_S[s]), ids_S[s]
+        if texts[row] is None:
+            told_S[s] = ""
+            continue
+        record = changed.get(key) or host.requests[key]
+        num_text_R[row] += length_S[s]
+        told_S[s], texts[row], num_streamed_R[row] = _grown(
+            config, rows, row, record, int(token_S[s]), ends
+        )
     grown = evolve(
         rows,
         texts=tuple(texts),
         num_text_R=locked(num_text_R),
         num_streamed_R=locked(num_streamed_R),
     )
-    return grown, tuple(news)
+    return grown, tuple(new for new in zip(ids_S, told_S, strict=True) if new[1])
 
 
 def _grown(

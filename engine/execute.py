@@ -3,7 +3,7 @@
 T token rows with padding, R request rows with padding, M blocks of the longest row, S sampled rows.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,10 +16,11 @@ from purestep.engine.config import Config
 from purestep.engine.encode import Faults, encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import gather_, pack, pack_fused, pack_vocab
-from purestep.engine.pending import Pending, landed
+from purestep.engine.pending import Pending, fetched, landed
 from purestep.engine.pool import Pool, advance_, claim, copy_blocks_, upload_adapter_
 from purestep.engine.program import Program
 from purestep.engine.sampling import sampled, score_rows
+from purestep.engine.upload import sent, sent_tensor
 from purestep.models.decoder import forward, logits
 from purestep.models.fused import fused_forward
 from purestep.state.batch import Batch
@@ -33,6 +34,10 @@ NOTHING = StepResult(token_S=frozen(()), logprob_S=frozen((), np.float32))
 
 Drawn = tuple[int, torch.Tensor] | None
 """The last step that drew tokens, and these, on the device."""
+
+Seen = list[list[Callable[[], tuple[np.ndarray, ...]]]]
+"""For each row whose hidden states are asked for what waits for those of its layers, in ascending
+order."""
 
 Meanwhile = Callable[[torch.Tensor], StepPlan | None]
 """What the host does between queueing a step and waiting for it; takes token_S on the device. Tells
@@ -125,17 +130,16 @@ def _queued(
     with torch.inference_mode():
         if replayed:
             raw_RV = replay(program, pool, plan, drawn_S)
-            return _sampled(program, device, plan, raw_RV)
-        seen: list[list[torch.Tensor]] = [[] for _ in plan.hidden]
+            return _sampled(program, device, plan, raw_RV, [], [], ())
+        seen: Seen = [[] for _ in plan.hidden]
         embeds, faults = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
             index_S, lora = batch.logits_index_S, batch.head_lora
             raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
-        scored = tuple(_scored(program, pool, plan, row, hidden_TD) for row in plan.scored)
-        hidden = _hidden_arrays(program.config, plan, seen)
-        found = _sampled(program, device, plan, raw_SV, scored=scored, hidden=hidden, faults=faults)
+        scores = [_scored(program, pool, plan, row, hidden_TD) for row in plan.scored]
+        found = _sampled(program, device, plan, raw_SV, scores, seen, faults)
     # At the end, as the state before a step that fails knows nothing of them.
     kept = [i for i in plan.encodes if i.keep and len(outputs[i.identifier]) == i.num_embeds]
     pool.encoded.update({item.identifier: outputs[item.identifier] for item in kept})
@@ -160,14 +164,25 @@ def _sampled(
     device: DeviceState,
     plan: StepPlan,
     raw_SV: torch.Tensor | None,
-    **found: Any,
+    scores: Sequence[Callable[[], Scores]],
+    seen: Seen,
+    faults: Faults,
 ) -> tuple[Drawn, Callable[[], StepResult]]:
-    if raw_SV is None:
-        result = replace(NOTHING, **found)
-        return device.drawn, lambda: result
-    ring, processors = device.pool.ring, program.processors
-    token_S, fields = sampled(raw_SV, plan.sampling, processors, ring, plan.step)
-    return (plan.step, token_S), lambda: StepResult(**fields(), **found)
+    drawn, fields = device.drawn, None
+    if raw_SV is not None:
+        ring, processors = device.pool.ring, program.processors
+        token_S, fields = sampled(raw_SV, plan.sampling, processors, ring, plan.step)
+        drawn = plan.step, token_S
+
+    def read() -> StepResult:
+        result = NOTHING if fields is None else StepResult(**fields())
+        if not (scores or seen or faults):
+            return result
+        hidden = _hidden_arrays(program.config, plan, seen)
+        scored = tuple(score() for score in scores)
+        return replace(result, scored=scored, hidden=hidden, faults=faults)
+
+    return drawn, read
 
 
 def _forward(
@@ -175,7 +190,7 @@ def _forward(
     pool: Pool,
     plan: StepPlan,
     embeds: tuple[torch.Tensor, torch.Tensor] | None,
-    seen: list[list[torch.Tensor]],
+    seen: Seen,
     drawn_S: torch.Tensor | None,
 ) -> tuple[Batch, torch.Tensor]:
     """The plan's batch and its hidden states; `seen` takes what `plan.hidden` asks for."""
@@ -187,7 +202,7 @@ def _forward(
     fused = program.fused
     batch = pack_fused(config, plan, graphs_of(pool).staging) if fused else pack(config, plan)
     if drawn_S is not None:
-        gather_(batch.token_T, plan, drawn_S, graphs_of(pool).gathering)
+        gather_(batch.token_T, plan, drawn_S)
     if fused:
         return batch, fused_forward(
             params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
@@ -199,7 +214,7 @@ def _forward(
 
 def _scored(
     program: Program, pool: Pool, plan: StepPlan, row: ScoredRow, hidden_TD: torch.Tensor
-) -> Scores:
+) -> Callable[[], Scores]:
     first = int(plan.count_R[: row.row].sum()) + row.first
 
     def head(start: int, end: int) -> torch.Tensor:
@@ -211,9 +226,7 @@ def _scored(
     return score_rows(head, row.target_N, row.num_tops)
 
 
-def _observer(
-    config: Config, plan: StepPlan, seen: list[list[torch.Tensor]]
-) -> Callable[[int, torch.Tensor], None]:
+def _observer(config: Config, plan: StepPlan, seen: Seen) -> Callable[[int, torch.Tensor], None]:
     """Copies what `plan.hidden` asks for out of each layer, in ascending order of layers."""
     first_R = np.cumsum(plan.count_R) - plan.count_R
     windows = [
@@ -224,7 +237,7 @@ def _observer(
     def observe(layer: int, h_TD: torch.Tensor) -> None:
         for row, (start, end), kept in zip(plan.hidden, windows, seen, strict=True):
             if layer in _layer_numbers(config, row.layers):
-                kept.append(h_TD[start:end].float().cpu().clone())
+                kept.append(fetched(h_TD[start:end].float().clone()))
 
     return observe
 
@@ -234,15 +247,13 @@ def _layer_numbers(config: Config, layers: tuple[int, ...]) -> list[int]:
     return [layer % (config.model.num_layers + 1) for layer in layers]
 
 
-def _hidden_arrays(
-    config: Config, plan: StepPlan, seen: list[list[torch.Tensor]]
-) -> tuple[np.ndarray, ...]:
+def _hidden_arrays(config: Config, plan: StepPlan, seen: Seen) -> tuple[np.ndarray, ...]:
     """What was observed, in the order in which each row asked for layers."""
     arrays = []
     for row, kept in zip(plan.hidden, seen, strict=True):
         numbers = _layer_numbers(config, row.layers)
         by_layer = dict(zip(sorted(set(numbers)), kept, strict=True))
-        arrays.append(frozen([by_layer[n].numpy() for n in numbers], np.float32))
+        arrays.append(frozen([by_layer[n]()[0] for n in numbers], np.float32))
     return tuple(arrays)
 
 
@@ -256,16 +267,16 @@ def _embeds(
     """((index_E, rows): which token rows enter as embeddings, and those, if any; items that are not
     what was said of them). A prompt's own embeddings have nothing for deeper layers."""
     device = program.config.device
-    spans = [
-        (s.index_E, blobs[s.blob][s.first_row : s.first_row + len(s.index_E)].to(device))
+    rows = [
+        sent_tensor(blobs[s.blob][s.first_row : s.first_row + len(s.index_E)], device)
         for s in plan.embedded
     ]
     merged, faults = merged_rows(program, pool, plan, blobs, outputs)
-    spans += merged
-    if not spans:
+    rows += [own for _, own in merged]
+    if not rows:
         return None, faults
-    index_E = np.concatenate([index for index, _ in spans])
-    width = max(rows.shape[1] for _, rows in spans)
-    rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for _, r in spans]
-    place_E = torch.tensor(index_E, dtype=torch.int64, device=device)
-    return (place_E, torch.cat(rows)), faults
+    index_E = np.concatenate([s.index_E for s in plan.embedded] + [index for index, _ in merged])
+    index = sent({"E": index_E.astype(np.int64)}, device)
+    width = max(own.shape[1] for own in rows)
+    rows = [F.pad(r, (0, width - r.shape[1])) if r.shape[1] < width else r for r in rows]
+    return (index["E"], torch.cat(rows)), faults

@@ -1,6 +1,6 @@
 """The parts of a plan that only some rows need: edited logits, scores, hidden states, embeddings.
 
-A batch in which nobody asks for them pays for one look at a column of flags.
+A batch in which nobody asks for them pays for one look at what its rows are.
 """
 
 from collections.abc import Sequence
@@ -69,6 +69,8 @@ def row_edits(
     rows: Rows, sampled_R: np.ndarray, requests: Map[str, RequestState]
 ) -> tuple[tuple[int, LogitEdits], ...]:
     """(place among the sampled rows, edits) of those that have any: most batches have none."""
+    if "edited" not in rows.traits and "early" not in rows.traits:
+        return ()
     early_R = rows.num_tokens_R < rows.least_R
     edited_R = sampled_R & (rows.edited_R | early_R)
     if not np.count_nonzero(edited_R):
@@ -90,7 +92,7 @@ def probes(
 ) -> tuple[tuple[ScoredRow, ...], tuple[HiddenRow, ...]]:
     """Whose prompt this step scores, and whose hidden states it returns: positions that are
     computed again after a preemption, and were told before, are left out."""
-    if not np.count_nonzero((rows.num_scored_R >= 0) | (rows.num_hidden_R >= 0)):
+    if "probed" not in rows.traits:
         return (), ()
     scored, hidden = [], []
     start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
@@ -120,7 +122,7 @@ def embedded_spans(
     rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]
 ) -> tuple[EmbeddedSpan, ...]:
     """The tokens of this step that stand for embeddings, row by row."""
-    if not np.count_nonzero(rows.embedded_R):
+    if "embedded" not in rows.traits:
         return ()
     spans, first_R = [], np.cumsum(count_R) - count_R
     for row in np.flatnonzero(rows.embedded_R & (rows.num_computed_R < rows.num_prompt_R)).tolist():

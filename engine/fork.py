@@ -10,10 +10,10 @@ from purestep.engine.memory import pool_bytes
 from purestep.engine.platform import available_bytes
 from purestep.engine.pool import allocate_pool, claim, copy_adapter_, copy_blocks_
 from purestep.engine.program import Program
-from purestep.state.blocks import BlockLedger, empty_blocks
+from purestep.state.blocks import BlockLedger, empty_blocks, held_blocks
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
 from purestep.state.errors import ConfigError, ForkMemoryError
-from purestep.state.request import frozen
+from purestep.state.tables import tables_of
 
 
 def fork(program: Program, state: EngineState, num_blocks: int | None = None) -> EngineState:
@@ -29,7 +29,7 @@ def fork(program: Program, state: EngineState, num_blocks: int | None = None) ->
     host = quiet(state.host, "fork")
     config = state.config
     if num_blocks is None:
-        kept = sorted({*host.blocks.refs, *host.blocks.digest_of})
+        kept = sorted({*held_blocks(host.blocks), *host.blocks.digest_of})
         pairs = [(block, block) for block in kept]
     else:
         host, pairs = renumbered(host, num_blocks)
@@ -55,14 +55,15 @@ def _free_bytes(config: Config) -> int:
 
 def renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[int, int]]]:
     """The host state on blocks 0, 1, ... of a pool of `num_blocks`, and what to copy where."""
-    live = sorted(host.blocks.refs)
+    live = held_blocks(host.blocks)
     if len(live) > num_blocks:
         raise ConfigError(f"fork: num_blocks={num_blocks}, but {len(live)} blocks are live")
     place = {old: new for new, old in enumerate(live)}
-    tables = tuple(frozen([place[b] for b in t.tolist()]) for t in host.rows.tables)
+    tables = [[place[b] for b in table.tolist()] for table in host.rows.tables]
+    page = host.rows.tables.newest_RK.shape[1]
     renumbered = replace(
         host,
-        rows=replace(host.rows, tables=tables),
+        rows=replace(host.rows, tables=tables_of(tables, page)),
         blocks=_renumbered_blocks(host.blocks, place, num_blocks),
         copies=tuple((place[source], place[target]) for source, target in host.copies),
     )
@@ -72,14 +73,16 @@ def renumbered(host: HostState, num_blocks: int) -> tuple[HostState, list[tuple[
 def _renumbered_blocks(old: BlockLedger, place: dict[int, int], num_blocks: int) -> BlockLedger:
     blocks = empty_blocks(num_blocks, old.quota)
     owner_of = {new: old.owner_of[b] for b, new in place.items() if b in old.owner_of}
-    digests = {new: old.digest_of[b] for b, new in place.items() if b in old.digest_of}
     first: dict[bytes, int] = {}
-    for block, digest in digests.items():
-        first.setdefault(digest, block)
+    digest_of = blocks.digest_of.mutate()
+    for block, new in place.items():
+        if (digest := old.digest_of.get(block)) is not None:
+            digest_of[new] = digest
+            first.setdefault(digest, new)
     return replace(
         blocks,
-        refs=blocks.refs.update({new: old.refs[b] for b, new in place.items()}),
-        digest_of=blocks.digest_of.update(digests),
+        shared=blocks.shared.update({place[b]: n for b, n in old.shared.items()}),
+        digest_of=digest_of.finish(),
         block_of=blocks.block_of.update(first),
         fresh=len(place),
         owner_of=blocks.owner_of.update(owner_of),

@@ -13,7 +13,7 @@ from purestep.engine.loader import Loader, Resolver
 from purestep.engine.policy import Policy, fcfs
 from purestep.engine.program import Program, init
 from purestep.engine.requests import submit, with_default_adapter
-from purestep.engine.step import step
+from purestep.engine.step import step, step_ahead
 from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
 from purestep.state.plan import Outputs
@@ -33,7 +33,7 @@ def generate(
     window: int | None = None,
     progress: bool = False,
     on_step: Callable[[Outputs], None] | None = None,
-    advance: Advance = step,
+    advance: Advance | None = None,
 ) -> Iterator[Completion]:
     """Run requests to their end in one continuous batch, yielding each as it finishes.
 
@@ -44,13 +44,15 @@ def generate(
     that is not there (see `folder_resolver`), once. `policy` says who is served first. A request
     that is refused or whose adapter fails yields a Completion with reason "error"; the others are
     unaffected. `on_step` sees every step's outputs; `progress` shows a bar. `advance` takes a
-    step: `step`, `step_ahead`, which plans while the device computes and has not been run on a GPU
-    yet, or `dry_step`, which asks no model.
+    step: `step`, `step_ahead`, which plans while the device computes, or `dry_step`, which asks no
+    model; by default the second where the program has graphs, else the first.
 
     Raises, once it is asked for the first completion, ConfigError for a window below 1 and
     AdapterError for what is no adapter's name; later whatever `requests` or `on_step` raise,
     TypeError for an element that is no Request, and what `step` raises.
     """
+    if advance is None:
+        advance = step_ahead if program.graphs else step
     state = init(program)
     for name, source in (adapters or {}).items():
         state = register_adapter(state, source, name=name)

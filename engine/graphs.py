@@ -29,6 +29,7 @@ from purestep.state.adapters import Residence
 from purestep.state.batch import Batch
 from purestep.state.engine import EngineState
 from purestep.state.plan import BatchDescriptor, StepPlan
+from purestep.state.tables import same_tables
 
 
 @dataclass(slots=True, eq=False)
@@ -52,7 +53,6 @@ class Graphs:
     # taken, and on whose weights.
     ahead: tuple[Program, StepPlan] | None = None
     staging: Staging = field(default_factory=Staging)  # of what a step is told
-    gathering: Staging = field(default_factory=Staging)  # of where its ids come from
 
 
 def graphs_of(pool: Pool) -> Graphs:
@@ -107,7 +107,7 @@ def enqueue(
     if token_S is not None:
         graph.batch.token_T[: len(token_S)].copy_(token_S)
     if drawn_S is not None:
-        gather_(graph.batch.token_T, plan, drawn_S, graphs.gathering)
+        gather_(graph.batch.token_T, plan, drawn_S)
     graph.replay()
 
 
@@ -118,10 +118,7 @@ def same_pass(one: StepPlan, other: StepPlan) -> bool:
     if other.uploads or other.copies or not same_places(one.residents, other.residents):
         return False
     arrays = ((getattr(one, n), getattr(other, n)) for n in ("start_R", "slot_R", "tokens_T"))
-    tables = zip(one.tables, other.tables, strict=True)
-    return all(np.array_equal(a, b) for a, b in arrays) and all(
-        a is b or np.array_equal(a, b) for a, b in tables
-    )
+    return all(np.array_equal(a, b) for a, b in arrays) and same_tables(one.tables, other.tables)
 
 
 def same_places(one: Sequence[Residence], other: Sequence[Residence]) -> bool:

@@ -43,6 +43,23 @@ _WORK_S = 0.0005  # what a thread works between two pauses
 _PAUSE = 4.0  # how long a pause lasts, in the time worked before it
 
 
+def pacer(
+    rest: Callable[[float], object], clock: Callable[[], float] = time.perf_counter
+) -> Callable[[], None]:
+    """What one load calls behind each piece of its work. It calls `rest` with `_PAUSE` times the
+    seconds that were worked since the last rest by `clock`, once these are `_WORK_S`."""
+    since = clock()
+
+    def pause() -> None:
+        nonlocal since
+        worked = clock() - since
+        if worked >= _WORK_S:
+            rest(_PAUSE * worked)
+            since = clock()
+
+    return pause
+
+
 class Loader:
     """An edge: threads that read adapter files while steps go on. Use as a context manager.
 
@@ -82,10 +99,8 @@ class Loader:
         self._pending += [self._threads.submit(self._load, name, src) for name, src in loads]
 
     def events(self, block: bool) -> list[AdapterLoaded | AdapterFailed]:
-        """What has come back since the last call; with `block`, waits for at least one.
-
-        A load that failed is an event; whatever a bug raises in one is raised here.
-        """
+        """What has come back since the last call, in the order asked for; with `block`, waits for
+        at least one. A load that fails, whatever the reason, is an AdapterFailed like any other."""
         if block and self._pending:
             self._awaited.set()
             wait(self._pending, return_when=FIRST_COMPLETED)
@@ -96,20 +111,10 @@ class Loader:
 
     def _load(self, name: str, source: str) -> AdapterLoaded | AdapterFailed:
         try:
-            adapter = read(self._config, source, name, self._pacer())
+            adapter = read(self._config, source, name, pacer(self._awaited.wait))
         except (AdapterError, OSError) as error:
             return AdapterFailed(name=name, error=str(error), source=source)
+        except Exception as error:  # out of memory, a warning that is an error: this load's alone
+            reason = f"adapter {name!r} ({source}): {type(error).__name__}: {error}"
+            return AdapterFailed(name=name, error=reason, source=source)
         return AdapterLoaded(name=name, source=source, adapter=adapter)
-
-    def _pacer(self) -> Callable[[], None]:
-        """What one load calls behind each piece of its work."""
-        since = time.perf_counter()
-
-        def pause() -> None:
-            nonlocal since
-            worked = time.perf_counter() - since
-            if worked >= _WORK_S:
-                self._awaited.wait(_PAUSE * worked)
-                since = time.perf_counter()
-
-        return pause

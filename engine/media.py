@@ -115,9 +115,9 @@ def merged_spans(
     rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]
 ) -> tuple[MergedSpan, ...]:
     """The tokens of this step that encoder outputs fill, row by row, item by item."""
-    inside_R = rows.num_computed_R < rows.media_end_R
-    if not np.count_nonzero(inside_R):
+    if "media" not in rows.traits:
         return ()
+    inside_R = rows.num_computed_R < rows.media_end_R
     spans, first_R = [], np.cumsum(count_R) - count_R
     for row in np.flatnonzero(inside_R).tolist():
         record = requests[rows.ids[row]]
@@ -142,9 +142,9 @@ def plan_positions(
     config: Config, rows: Rows, count_R: np.ndarray, requests: Map[str, RequestState]
 ) -> np.ndarray | None:
     """int32 [3, T] of this step's tokens; None where they are all places in the sequence."""
-    moved_R = rows.media_end_R > 0
-    if not (config.mrope_merge and moved_R.any()):
+    if not (config.mrope_merge and "media" in rows.traits):
         return None
+    moved_R = rows.media_end_R > 0
     first_R = np.cumsum(count_R) - count_R
     offset_R = rows.num_computed_R + rows.delta_R - first_R
     position_3T = np.tile(np.arange(count_R.sum()) + np.repeat(offset_R, count_R), (3, 1))
@@ -160,9 +160,9 @@ def plan_ends(
 ) -> np.ndarray | None:
     """int32 [T]: where what each token sees ends, 0 for its own position; None where all do. Rows
     of one item that stand side by side see each other. A step has all of them or none."""
-    inside_R = rows.num_computed_R < rows.media_end_R
-    if not (config.bidirectional and inside_R.any()):
+    if not (config.bidirectional and "media" in rows.traits):
         return None
+    inside_R = rows.num_computed_R < rows.media_end_R
     end_T, first_R = np.zeros(count_R.sum(), np.int32), np.cumsum(count_R) - count_R
     for row in np.flatnonzero(inside_R).tolist():
         start, first, count = int(rows.num_computed_R[row]), int(first_R[row]), int(count_R[row])

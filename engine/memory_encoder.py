@@ -5,6 +5,7 @@ The largest step is meant: as many of the largest items as `max_encoder_tokens` 
 
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ import torch
 from purestep.engine.config import Config
 from purestep.engine.memory import itemsize_of
 from purestep.engine.pool import tower_rows
+from purestep.engine.upload import sent
 from purestep.models.tower_rows import ItemAdapters
 from purestep.models.vision import Tensors, Vision, VisionFamily, Words
 from purestep.state.adapters import ROW_BLOCK
@@ -75,7 +77,7 @@ def largest_adapter(config: Config, num_items: int) -> ItemAdapters | None:
         rows=tower_rows(config),
         places=((0, tuple(range(config.lora_rows // ROW_BLOCK))),),
         slots=(0,) * num_items,
-        device=config.device,
+        send=partial(sent, device=config.device),
     )
 
 

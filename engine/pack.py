@@ -14,23 +14,22 @@ from torch import Tensor
 
 from purestep.engine.config import Config
 from purestep.engine.pool import row_index
+from purestep.engine.upload import Arrays, Fields, Spots, fill_, layout, sent
 from purestep.ops.lora_add import chunk_spans
 from purestep.ops.lora_linear import CHUNK, num_tiles, tile_size
 from purestep.ops.lora_tiles import tile_arrays
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.batch import Batch, EmbedLora, LoraBatch, LoraTiles
 from purestep.state.plan import BatchDescriptor, StepPlan
-
-Arrays = dict[str, np.ndarray]
-Fields = dict[str, tuple[tuple[int, ...], Any]]  # name -> shape, dtype
+from purestep.state.tables import block_matrix
 
 
 def pack(config: Config, plan: StepPlan) -> Batch:
     """A plan's tensors, padded to its descriptor. Padding writes no KV and has no adapter."""
-    arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
+    arrays = pack_arrays(config, plan, int(plan.tables.length_R.max()))
     slot_T = slots(plan)
     return Batch(
-        **{name: torch.tensor(array, device=config.device) for name, array in arrays.items()},
+        **sent(arrays, config.device),
         lora=pack_lora(config, plan.residents, slot_T, plan.descriptor.num_tokens)
         if plan.residents
         else None,
@@ -45,7 +44,7 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     row_T = np.repeat(np.arange(len(count_R)), count_R)
     first_R = np.cumsum(count_R) - count_R
     position_T = plan.start_R[row_T] + np.arange(len(row_T)) - first_R[row_T]
-    table_RM = _block_table(plan, shape.num_rows, num_blocks)
+    table_RM = block_matrix(plan.tables, shape.num_rows, num_blocks)
     kv_index_T = table_RM[row_T, position_T // B].astype(np.int64) * B + position_T % B
     query_start_R1 = np.full(shape.num_rows + 1, len(row_T), np.int32)
     query_start_R1[: len(count_R)] = first_R
@@ -64,7 +63,7 @@ def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
     }
 
 
-def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor, staging: "Staging") -> None:
+def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor) -> None:
     """Put the ids that the step before drew where the plan wants them, on the device; does not
     wait."""
     place_N = np.flatnonzero(plan.gathered_T >= 0)
@@ -72,11 +71,9 @@ def gather_(token_T: Tensor, plan: StepPlan, drawn_S: Tensor, staging: "Staging"
     if place_N[-1] == N - 1 and (np.diff(from_N) == 1).all():  # as in most decode steps
         token_T[:N].copy_(drawn_S[int(from_N[0]) :][:N])
         return
-    arrays = {"place_N": place_N.astype(np.int64), "from_N": from_N.astype(np.int64)}
-    spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
-    index = _tensors(staging.send(arrays, None, str(token_T.device)), spots)
-    ids_N = drawn_S.index_select(0, index["from_N"]).to(token_T.dtype)
-    token_T.index_copy_(0, index["place_N"], ids_N)
+    index = sent({"to": place_N.astype(np.int64), "from": from_N.astype(np.int64)}, token_T.device)
+    ids_N = drawn_S.index_select(0, index["from"]).to(token_T.dtype)
+    token_T.index_copy_(0, index["to"], ids_N)
 
 
 def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
@@ -105,13 +102,6 @@ def _vocab_batches(
     }
 
 
-def _block_table(plan: StepPlan, num_rows: int, num_blocks: int) -> np.ndarray:
-    table_RM = np.zeros((num_rows, num_blocks), np.int32)
-    for row, table in enumerate(plan.tables):
-        table_RM[row, : len(table)] = table
-    return table_RM
-
-
 def _padded(values: np.ndarray, length: int, filler: int) -> np.ndarray:
     return np.pad(values, (0, length - len(values)), constant_values=filler)
 
@@ -123,18 +113,17 @@ def pack_lora(
 
     `slot_T` is each row's slot, -1 for base rows; `num_rows` counts padding.
     """
-    row_R = np.concatenate([row_index(place).numpy() for place in residents])
+    row_R = np.concatenate([row_index(place) for place in residents])
     owner_R = np.repeat(
         [place.slot for place in residents],
         [len(place.row_blocks) * ROW_BLOCK for place in residents],
     )
     order_R = np.argsort(row_R)
     slot_T = _padded(slot_T, num_rows, -1)
-    foreign_TR = torch.from_numpy(slot_T[:, None] != owner_R[order_R])
+    foreign_TR = slot_T[:, None] != owner_R[order_R]
     return LoraBatch(
-        row_R=torch.tensor(row_R[order_R], device=config.device),
-        foreign_TR=foreign_TR.to(config.device),
-        span_C2=chunk_spans(foreign_TR),
+        **sent({"row_R": row_R[order_R], "foreign_TR": foreign_TR}, config.device),
+        span_C2=chunk_spans(torch.from_numpy(foreign_TR)),
     )
 
 
@@ -155,13 +144,13 @@ def _pack_embed(
         return None
     mine = [place for place in plan.residents if "embed" in place.linears]
     block_TC = np.full((num_rows, max(len(p.row_blocks) for p in mine)), -1)
-    column_P = torch.full((config.lora_rows,), -1)
+    column_P = np.full(config.lora_rows, -1)
     for place in mine:
         tokens, num_blocks = np.flatnonzero(slot_T == place.slot), len(place.row_blocks)
         block_TC[tokens, :num_blocks] = place.row_blocks
-        column_P[row_index(place)] = torch.arange(num_blocks * ROW_BLOCK)
-    block_TC = torch.tensor(block_TC, dtype=torch.int64, device=config.device)
-    return EmbedLora(lora=lora, block_TC=block_TC, column_P=column_P.to(config.device))
+        column_P[row_index(place)] = np.arange(num_blocks * ROW_BLOCK)
+    places = sent({"block_TC": block_TC, "column_P": column_P}, config.device)
+    return EmbedLora(lora=lora, **places)
 
 
 def lora_tile_arrays(config: Config, plan: StepPlan) -> Arrays:
@@ -203,10 +192,7 @@ class Staging:
             pin = torch.device(device).type == "cuda"
             self.buffers[self.turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=pin)
         pinned = self.buffers[self.turn][:size]
-        host = pinned.numpy()
-        for name, (start, shape, dtype) in spots.items():
-            nbytes = arrays[name].nbytes
-            host[start : start + nbytes].view(dtype).reshape(shape)[...] = arrays[name]
+        fill_(pinned, arrays, spots)
         if target is None:
             target = torch.empty(size, dtype=torch.uint8, device=device)
         target.copy_(pinned, non_blocking=True)
@@ -216,38 +202,21 @@ class Staging:
         return target
 
 
-Spots = dict[str, tuple[int, tuple[int, ...], np.dtype]]  # name -> first byte, shape, dtype
-
-
-def layout(fields: Fields) -> tuple[Spots, int]:
-    """Where each array lies in one buffer, and the buffer's bytes."""
-    spots, size = {}, 0
-    for name, (shape, dtype) in fields.items():
-        spots[name] = (size, shape, np.dtype(dtype))
-        size += -(-int(np.prod(shape)) * np.dtype(dtype).itemsize // 16) * 16
-    return spots, size
-
-
 def views(buffer: Tensor, spots: Spots) -> Batch:
     """A Batch over the bytes of a buffer."""
-    tensors = _tensors(buffer, spots)
-    names = ("row_E", "span_X2", "token_XI")
-    lora = {name: tensors.pop(name) for name in names if name in tensors}
-    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
-
-
-def _tensors(buffer: Tensor, spots: Spots) -> dict[str, Tensor]:
     tensors = {}
     for name, (start, shape, dtype) in spots.items():
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
         tensors[name] = buffer[start : start + nbytes].view(kind).view(shape)
-    return tensors
+    names = ("row_E", "span_X2", "token_XI")
+    lora = {name: tensors.pop(name) for name in names if name in tensors}
+    return Batch(**tensors, lora=LoraTiles(**lora) if lora else None)
 
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
     """`pack` for the fused decoder, in one copy."""
-    arrays = pack_arrays(config, plan, max(map(len, plan.tables)))
+    arrays = pack_arrays(config, plan, int(plan.tables.length_R.max()))
     index_S = arrays["logits_index_S"]
     if plan.residents:
         arrays |= lora_tile_arrays(config, plan)

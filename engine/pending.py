@@ -1,5 +1,6 @@
 """What a step has found, on its way to the host: begun when the step is queued, read when it is
-waited for. S sampled rows."""
+waited for. S sampled rows, X
+numbers of each."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -46,6 +47,26 @@ def check_sound(launched: tuple[Pending, ...]) -> None:
             raise TornStateError(f"step {pending.step} failed in flight; call recover(state)")
 
 
+def fetched(*tensors: Tensor) -> Callable[[], tuple[np.ndarray, ...]]:
+    """Begin copies to the host; what is returned waits for them."""
+    if not any(tensor.is_cuda for tensor in tensors):
+        return lambda: tuple(tensor.numpy() for tensor in tensors)
+    pinned = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+    copied = _event()
+
+    def read() -> tuple[np.ndarray, ...]:
+        copied.synchronize()
+        return tuple(tensor.numpy().copy() for tensor in pinned)
+
+    return read
+
+
+def _event() -> Any:
+    event = torch.cuda.Event()
+    event.record()
+    return event
+
+
 @dataclass(slots=True, eq=False)
 class Ring:
     """Two pinned buffers, for even and for odd steps, through which a step's draws reach the host:
@@ -54,21 +75,20 @@ class Ring:
 
     buffers: list[Tensor] = field(default_factory=lambda: [torch.empty(0, dtype=torch.int32)] * 2)
 
-    def receive(self, found_2S: Tensor, step: int) -> Callable[[], np.ndarray]:
-        """Begin the copy of int32 numbers; what is returned waits for them, and gives them once."""
-        if not found_2S.is_cuda:
-            return found_2S.numpy
+    def receive(self, found_XS: Tensor, step: int) -> Callable[[], np.ndarray]:
+        """Begin the copy of int32 [X, S]; what is returned waits for it, and gives it once."""
+        if not found_XS.is_cuda:
+            return found_XS.numpy
         place = step % 2
-        if self.buffers[place].numel() < found_2S.numel():
-            size, pin = 2 * found_2S.numel(), torch.cuda.is_available()
+        if self.buffers[place].numel() < found_XS.numel():
+            size, pin = 2 * found_XS.numel(), torch.cuda.is_available()
             self.buffers[place] = torch.empty(size, dtype=torch.int32, pin_memory=pin)
-        host_2S = self.buffers[place][: found_2S.numel()].view(found_2S.shape)
-        host_2S.copy_(found_2S, non_blocking=True)
-        copied: Any = torch.cuda.Event()
-        copied.record()
+        host_XS = self.buffers[place][: found_XS.numel()].view(found_XS.shape)
+        host_XS.copy_(found_XS, non_blocking=True)
+        copied = _event()
 
         def read() -> np.ndarray:
             copied.synchronize()
-            return host_2S.numpy().copy()
+            return host_XS.numpy().copy()
 
         return read

@@ -1,5 +1,6 @@
 """The plan of a step, written out from the rows that take part in it."""
 
+from operator import attrgetter
 from typing import Any
 
 import numpy as np
@@ -22,25 +23,24 @@ def make_plan(
     count_R: np.ndarray,
     requests: Map[str, RequestState],
     adapters: AdapterLedger,
-    versions: list[str],
     allocated: list[int],
-    drawn_R: np.ndarray,
+    drawn_R: np.ndarray | None,
     drops: tuple[str, ...],
     encodes: tuple[EncodedItem, ...],
     **told: Any,
 ) -> StepPlan:
     """What `execute` needs to know. `rows` and `count_R` are as this step leaves them, but for
-    `num_computed_R`; `versions` are those of all rows; `allocated` are the blocks this step handed
-    out; `drawn_R` are the places of the first rows among the draws of the plan in flight
-    (`drawn_in_flight`); `drops` and `encodes` say what becomes of encoder outputs; `told` is what
-    the plan says of requests that are no rows.
+    `num_computed_R`; `allocated` are the blocks this step handed out; `drawn_R` are the places of
+    the first rows among the draws of the plan in flight (`drawn_in_flight`), if there is one;
+    `drops` and `encodes` say what becomes of encoder outputs; `told` is what the plan says of
+    requests that are no rows.
     """
     active, gathered_T = rows, _gathered(drawn_R, count_R)
     if np.count_nonzero(count_R) < len(count_R):
         active = take_rows(rows, np.flatnonzero(count_R))
-        count_R, versions = count_R[count_R > 0], versions_in_use(active)
+        count_R = count_R[count_R > 0]
     count_R, num_tokens = locked(count_R), len(gathered_T)
-    residents = _residents(versions, adapters)
+    residents = _residents(active.used, adapters)
     uploads = tuple(p for p in residents if host.adapters.resident.get(p.version) is not p)
     done_R = active.num_computed_R + count_R == active.num_tokens_R
     sampled_R = done_R & (active.num_tokens_R < active.limit_R)  # else it is only scored
@@ -56,7 +56,7 @@ def make_plan(
         tokens_T=_step_tokens(active, count_R, gathered_T, requests),
         gathered_T=gathered_T,
         tables=active.tables,
-        slot_R=_slots(active, residents),
+        slot_R=active.slot_R,
         residents=residents,
         sampled_R=locked(sampled_R),
         sampling=_sampling(active, sampled_R, requests),
@@ -88,22 +88,17 @@ def _sampling(rows: Rows, sampled_R: np.ndarray, requests: Map[str, RequestState
     )
 
 
-def _slots(rows: Rows, residents: tuple[Residence, ...]) -> np.ndarray:
-    slot_of: dict[str | None, int] = {place.version: place.slot for place in residents}
-    slot_of[None] = -1
-    return locked(np.fromiter(map(slot_of.__getitem__, rows.versions), np.int32))
-
-
-def _residents(versions: list[str], adapters: AdapterLedger) -> tuple[Residence, ...]:
+def _residents(versions: tuple[str, ...], adapters: AdapterLedger) -> tuple[Residence, ...]:
     places = [adapters.resident[v] for v in versions]
-    return tuple(sorted(places, key=lambda place: place.slot))
+    return tuple(sorted(places, key=attrgetter("slot")))
 
 
-def _gathered(drawn_R: np.ndarray, count_R: np.ndarray) -> np.ndarray:
+def _gathered(drawn_R: np.ndarray | None, count_R: np.ndarray) -> np.ndarray:
     """Where in the draws of the plan in flight each token of this step is found; -1 for one whose
     id is known. Rows behind those of `drawn_R` are new."""
-    gathered_T = np.full(count_R.sum(), -1, np.int32)
-    if np.count_nonzero(drawn_R >= 0):  # so no row has left
+    gathered_T = np.empty(count_R.sum(), np.int32)
+    gathered_T.fill(-1)
+    if drawn_R is not None:  # so no row has left
         rows = np.flatnonzero((drawn_R >= 0) & (count_R[: len(drawn_R)] > 0))
         gathered_T[np.cumsum(count_R)[rows] - 1] = drawn_R[rows]
     return locked(gathered_T)
@@ -113,19 +108,23 @@ def _step_tokens(
     rows: Rows, count_R: np.ndarray, gathered_T: np.ndarray, requests: Map[str, RequestState]
 ) -> np.ndarray:
     """The ids of all rows' windows, row after row; -1 for one that is still to be gathered."""
-    B = rows.tail_RB.shape[1]
-    newest_R = rows.num_computed_R == rows.num_tokens_R - 1
-    last_R = rows.tail_RB[np.arange(len(rows.ids)), rows.num_computed_R % B]
-    if np.count_nonzero(newest_R) == len(newest_R):
-        return locked(np.where(gathered_T < 0, last_R, -1))
-    windows = []
-    for row, request_id in enumerate(rows.ids):
-        start = int(rows.num_computed_R[row])
-        if newest_R[row]:
-            windows.append(last_R[row : row + 1])
-        else:
-            windows.append(all_tokens(requests[request_id])[start : start + int(count_R[row])])
-    return locked(np.where(gathered_T < 0, np.concatenate(windows), -1))
+    earlier_R = rows.num_computed_R != rows.num_tokens_R - 1
+    earlier = earlier_R.nonzero()[0].tolist()
+    if not earlier:
+        return _gaps(rows.newest_R, gathered_T)
+    tokens_T, last_R = np.empty(len(gathered_T), np.int32), np.cumsum(count_R)
+    tokens_T[last_R - 1] = rows.newest_R
+    for row in earlier:
+        start, count, last = int(rows.num_computed_R[row]), int(count_R[row]), int(last_R[row])
+        tokens = all_tokens(requests[rows.ids[row]])
+        tokens_T[last - count : last] = tokens[start : start + count]
+    return _gaps(tokens_T, gathered_T)
+
+
+def _gaps(tokens_T: np.ndarray, gathered_T: np.ndarray) -> np.ndarray:
+    """These ids, but -1 where one is still to be gathered."""
+    gathers_T = gathered_T >= 0
+    return locked(np.where(gathers_T, -1, tokens_T) if np.count_nonzero(gathers_T) else tokens_T)
 
 
 def _overwrites(
@@ -137,7 +136,8 @@ def _overwrites(
     """What the input state counts on among the blocks and adapter rows this plan hands out, and the
     encoder outputs that it drops."""
     ledger = host.blocks
-    blocks = sorted(b for b in allocated if b in ledger.refs or b in ledger.digest_of)
+    used = (b for b in allocated if b < ledger.fresh)
+    blocks = sorted(b for b in used if ledger.holders(b) or b in ledger.digest_of)
     outputs = tuple(sorted(name for name in drops if name in host.encoder.outputs))
     if not uploads:
         return Overwrites(blocks=tuple(blocks), outputs=outputs)
@@ -146,7 +146,3 @@ def _overwrites(
         v for v, place in host.adapters.resident.items() if not taken.isdisjoint(place.row_blocks)
     ]
     return Overwrites(blocks=tuple(blocks), adapters=tuple(sorted(adapters)), outputs=outputs)
-
-
-def versions_in_use(rows: Rows) -> list[str]:
-    return [v for v in dict.fromkeys(rows.versions) if v is not None]

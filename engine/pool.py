@@ -17,6 +17,7 @@ from torch import Tensor
 from purestep.engine.config import Config
 from purestep.engine.memory import tower_rows_bytes, vocab_rows_bytes
 from purestep.engine.pending import Ring, check_sound
+from purestep.engine.upload import landed, sent
 from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
 from purestep.models.config import TOWER, fused_linears
@@ -168,43 +169,49 @@ def retract_(device: DeviceState, plan: StepPlan) -> None:
         pool.torn = plan.overwrites
 
 
-def row_index(place: Residence) -> Tensor:
+def row_index(place: Residence) -> np.ndarray:
     """The adapter rows of a residence, int64."""
-    blocks = torch.tensor(place.row_blocks)[:, None] * ROW_BLOCK
-    return (blocks + torch.arange(ROW_BLOCK)).flatten()
+    blocks = np.array(place.row_blocks, np.int64)[:, None] * ROW_BLOCK
+    return (blocks + np.arange(ROW_BLOCK)).ravel()
 
 
 def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
     """Write an adapter's rows. Linears of layers that it does not touch get zeros, so that no
-    residue is left; an embedding, a head or a tower that it does not touch is never read for it."""
-    rows = row_index(place).to(pool.config.device)
-    if (arena := adapter.arenas.get("embed")) is not None:
+    residue is left; an embedding, a head or a tower that it does not touch is never read for it.
+
+    On a GPU nothing waits but the work that is queued behind this.
+    """
+    index = {"rows": row_index(place), "blocks": np.array(place.row_blocks, np.int64)}
+    index, arenas = landed(index, adapter.arenas, pool.config.device)
+    rows = index["rows"]
+    if (arena := arenas.get("embed")) is not None:
         a_CVR = arena.a_LSRD[0, 0].unflatten(0, (-1, ROW_BLOCK)).transpose(1, 2)
-        pool.embed.a_CVR[list(place.row_blocks)] = a_CVR.to(pool.config.device)
-        pool.embed.b_PD.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
-    if (arena := adapter.arenas.get("head")) is not None:
-        pool.head.a_SPD.index_copy_(1, rows, arena.a_LSRD[0].to(pool.config.device))
-        pool.head.b_PO.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
+        pool.embed.a_CVR.index_copy_(0, index["blocks"], a_CVR)
+        pool.embed.b_PD.index_copy_(0, rows, arena.b_LRO[0])
+    if (arena := arenas.get("head")) is not None:
+        pool.head.a_SPD.index_copy_(1, rows, arena.a_LSRD[0])
+        pool.head.b_PO.index_copy_(0, rows, arena.b_LRO[0])
     for name, own in pool.tower.items() if "tower" in place.linears else ():
-        if (arena := adapter.arenas.get(name)) is None:
+        if (arena := arenas.get(name)) is None:
             own.a_SPD.index_fill_(1, rows, 0)
             own.b_PO.index_fill_(0, rows, 0)
         else:
-            own.a_SPD.index_copy_(1, rows, arena.a_LSRD[0].to(pool.config.device))
-            own.b_PO.index_copy_(0, rows, arena.b_LRO[0].to(pool.config.device))
+            own.a_SPD.index_copy_(1, rows, arena.a_LSRD[0])
+            own.b_PO.index_copy_(0, rows, arena.b_LRO[0])
     for name in pool.a_LSPD:
-        arena = adapter.arenas.get(name)
+        arena = arenas.get(name)
         if arena is None:
             pool.a_LSPD[name].index_fill_(2, rows, 0)
             pool.b_LPO[name].index_fill_(1, rows, 0)
         else:
-            pool.a_LSPD[name].index_copy_(2, rows, arena.a_LSRD.to(pool.config.device))
-            pool.b_LPO[name].index_copy_(1, rows, arena.b_LRO.to(pool.config.device))
+            pool.a_LSPD[name].index_copy_(2, rows, arena.a_LSRD)
+            pool.b_LPO[name].index_copy_(1, rows, arena.b_LRO)
 
 
 def copy_adapter_(source: Pool, target: Pool, place: Residence) -> None:
     """Copy one adapter's rows from pool to pool, to the same place."""
-    rows, blocks = row_index(place).to(source.config.device), list(place.row_blocks)
+    index = {"rows": row_index(place), "blocks": np.array(place.row_blocks, np.int64)}
+    rows, blocks = sent(index, source.config.device).values()
     for name in source.a_LSPD:
         target.a_LSPD[name][:, :, rows] = source.a_LSPD[name][:, :, rows]
         target.b_LPO[name][:, rows] = source.b_LPO[name][:, rows]
@@ -223,8 +230,7 @@ def copy_blocks_(source: Pool, target: Pool, from_blocks: list[int], to_blocks: 
     """Copy KV blocks between pools, or within one; the two lists pair up."""
     if not from_blocks:
         return
-    device = target.config.device
-    take = torch.tensor(from_blocks, device=device)
-    put = torch.tensor(to_blocks, device=device)
+    pairs = {"take": np.array(from_blocks, np.int64), "put": np.array(to_blocks, np.int64)}
+    take, put = sent(pairs, target.config.device).values()
     for old, new in zip(source.kv, target.kv, strict=True):
         new[:, put] = old[:, take]

@@ -23,5 +23,5 @@ def quota_room(config: Config, draft: BlockDraft, version: str, parts: Iterable[
         for row, owner in enumerate(rows.versions):
             if owner == version:
                 last = -(-int(rows.limit_R[row]) // config.block_size)
-                growth += last - len(rows.tables[row])
+                growth += last - int(rows.tables.length_R[row])
     return config.adapter_block_quota - draft.num_held(version) - growth

@@ -393,7 +393,8 @@ def _branched_row(
         table = [*table[:full], block]
     row = make_row(
         child,
-        frozen(table),
+        table,
+        slot=int(rows.slot_R[parent_row]),
         num_computed=computed,
         limit=row_limit(config, child),
         block_size=config.block_size,

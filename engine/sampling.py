@@ -10,7 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from purestep.engine.pending import Ring
+from purestep.engine.pending import Ring, fetched
+from purestep.engine.upload import Arrays, sent
 from purestep.ops.edit_logits import (
     add_bias_,
     allow_only_,
@@ -18,7 +19,7 @@ from purestep.ops.edit_logits import (
     penalise_counts_,
     penalise_repetition_,
 )
-from purestep.ops.sample import draw, greedy, likeliest, score, with_bits
+from purestep.ops.sample import Draws, draw, draws_of, greedy, likeliest, score
 from purestep.state.plan import SamplingRows
 from purestep.state.request import frozen
 from purestep.state.sampling import GREEDY_BELOW, LogitEdits
@@ -43,63 +44,82 @@ def sampled(
     step: int,
 ) -> tuple[Tensor, Callable[[], dict[str, Any]]]:
     """token_S int32 on the device, and what waits for the fields of a StepResult that concern the
-    sampled rows."""
-    errors: dict[int, str] = {}
-    logits_SV = raw_SV
-    if rows.edits:
-        logits_SV = raw_SV.clone()
-        edit_(logits_SV, rows.edits)
-        errors = process_(logits_SV, rows.edits, processors)
-    found_2S = _drawn(logits_SV, raw_SV, rows)
-    read = ring.receive(found_2S, step)
-    asked = (rows.num_tops_S >= 0).any()
-    tops = _tops(raw_SV, found_2S[0].long(), rows.num_tops_S) if asked else ()
+    sampled rows. Nothing waits before that, but for processors that look at their logits."""
+    edits, asking = rows.edits, _asking(rows.num_tops_S)
+    own = {f"tops/{count}": place_C for count, place_C in asking.items()}
+    draws, raised = None, {}
+    if edits or (rows.temperature_S >= GREEDY_BELOW).any():
+        draws = draws_of(
+            rows.temperature_S,
+            rows.top_k_S,
+            rows.top_p_S,
+            rows.min_p_S,
+            rows.stream_S,
+            rows.position_S,
+        )
+        own |= packed_edits(edits) | draws._asdict()
+    there = sent(own, raw_SV.device) if own else {}
+    if draws is None:
+        found_XS = greedy(raw_SV)
+    else:
+        logits_SV, bounds = raw_SV, ()
+        if edits:
+            logits_SV = raw_SV.clone()
+            edit_(logits_SV, there)
+            had_S = logits_SV.amax(-1)
+            raised = process_(logits_SV, edits, processors)
+            left_S = logits_SV.amax(-1) if any(e.processor for _, e in edits) else had_S
+            bounds = had_S, left_S  # NaN where there is one
+        largest_k = min(int(draws.top_k.max(initial=1)), raw_SV.shape[1])
+        there_draws = Draws(*(there[name] for name in Draws._fields))
+        found_XS = draw(logits_SV, raw_SV, there_draws, largest_k)
+        if bounds:
+            found_XS = torch.cat((found_XS, torch.stack(bounds).view(torch.int32)))
+    read = ring.receive(found_XS, step)
+    read_tops = _tops(raw_SV, asking, there)
 
     def fields() -> dict[str, Any]:
-        token_S, bits_S = read()
+        token_S, bits_S, *bounds = read()
         logprob_S = frozen(bits_S.view(np.float32), np.float32)
+        errors = faults(edits, raised, *(b.view(np.float32) for b in bounds)) if bounds else {}
         # Where the model's own logits are not finite no processor is to blame.
-        own = [(place, why) for place, why in errors.items() if np.isfinite(logprob_S[place])]
+        mine = [(place, why) for place, why in errors.items() if np.isfinite(logprob_S[place])]
         return {
             "token_S": frozen(token_S),
             "logprob_S": logprob_S,
-            "tops": tops,
-            "errors": tuple(sorted(own)),
+            "tops": read_tops(logprob_S),
+            "errors": tuple(sorted(mine)),
         }
 
-    return found_2S[0], fields
+    return found_XS[0], fields
 
 
-def _drawn(logits_SV: Tensor, raw_SV: Tensor, rows: SamplingRows) -> Tensor:
-    """int32 [2, S]: tokens, and the bits of their logprobs."""
-    if logits_SV is raw_SV and (rows.temperature_S < GREEDY_BELOW).all():
-        return greedy(raw_SV)
-    columns = (
-        rows.temperature_S,
-        rows.top_k_S,
-        rows.top_p_S,
-        rows.min_p_S,
-        rows.stream_S.view(np.int64),
-        rows.position_S,
-    )
-    token_S = draw(logits_SV, *(torch.from_numpy(c.copy()).to(raw_SV.device) for c in columns))
-    return with_bits(token_S, score(raw_SV, token_S))
+def _asking(num_tops_S: np.ndarray) -> dict[int, np.ndarray]:
+    """The rows that ask for so many of the likeliest tokens."""
+    counts = np.unique(num_tops_S[num_tops_S >= 0]).tolist()
+    return {count: np.flatnonzero(num_tops_S == count) for count in counts}
 
 
-def _tops(raw_SV: Tensor, token_S: Tensor, num_tops_S: np.ndarray) -> tuple[Scores, ...]:
-    """The likeliest tokens of each row that asked, found at once for those of equal counts."""
-    found: dict[int, Scores] = {}
-    for count in np.unique(num_tops_S[num_tops_S >= 0]).tolist():
-        places = np.flatnonzero(num_tops_S == count)
-        index = torch.from_numpy(places).to(raw_SV.device)
-        scores = _scores(raw_SV[index], token_S[index], count)
-        for i, place in enumerate(places.tolist()):
-            found[place] = Scores(
-                logprob_N=scores.logprob_N[i : i + 1],
-                top_id_NK=scores.top_id_NK[i : i + 1],
-                top_logprob_NK=scores.top_logprob_NK[i : i + 1],
-            )
-    return tuple(found[place] for place in sorted(found))
+def _tops(
+    raw_SV: Tensor, asking: dict[int, np.ndarray], there: dict[str, Tensor]
+) -> Callable[[np.ndarray], tuple[Scores, ...]]:
+    """The likeliest tokens of each row that asked, found at once for those of equal counts; from
+    the rows' own logprobs."""
+    pairs = [likeliest(raw_SV[there[f"tops/{count}"]], count) for count in asking]
+    read = fetched(*(tensor for pair in pairs for tensor in pair)) if pairs else tuple
+
+    def tops(logprob_S: np.ndarray) -> tuple[Scores, ...]:
+        found, arrays = {}, iter(read())
+        for place_C, id_CK, logprob_CK in zip(asking.values(), arrays, arrays, strict=True):
+            for i, place in enumerate(place_C.tolist()):
+                found[place] = Scores(
+                    logprob_N=frozen(logprob_S[place : place + 1], np.float32),
+                    top_id_NK=frozen(id_CK[i : i + 1]),
+                    top_logprob_NK=frozen(logprob_CK[i : i + 1], np.float32),
+                )
+        return tuple(found[place] for place in sorted(found))
+
+    return tops
 
 
 def score_rows(
@@ -107,32 +127,48 @@ def score_rows(
     target_N: np.ndarray,
     num_tops: int,
     chunk: int = SCORE_CHUNK,
-) -> Scores:
-    """The scores of a row's prompt tokens; `head(start, end)` gives the logits of a range of them.
+) -> Callable[[], Scores]:
+    """Begins to score a row's prompt tokens; `head(start, end)` gives the logits of a range of
+    them. What is returned waits for the scores.
 
     In chunks, so that memory grows with chunk x V and not with the prompt.
     """
-    parts = []
+    reads = []
     for start in range(0, len(target_N), chunk):
         logits_CV = head(start, min(start + chunk, len(target_N)))
-        target_C = torch.from_numpy(target_N[start : start + chunk].astype(np.int64))
-        parts.append(_scores(logits_CV, target_C.to(logits_CV.device), num_tops))
-    return parts[0] if len(parts) == 1 else joined(parts, num_tops)
+        target = {"C": target_N[start : start + chunk].astype(np.int64)}
+        logprob_C = score(logits_CV, sent(target, logits_CV.device)["C"])
+        reads.append(fetched(logprob_C, *likeliest(logits_CV, num_tops)))
+
+    def scores() -> Scores:
+        parts = [_scores(*read()) for read in reads]
+        return parts[0] if len(parts) == 1 else joined(parts, num_tops)
+
+    return scores
 
 
-def _scores(logits_NV: Tensor, token_N: Tensor, num_tops: int) -> Scores:
-    id_NK, logprob_NK = likeliest(logits_NV, num_tops)
+def _scores(logprob_N: np.ndarray, id_NK: np.ndarray, logprob_NK: np.ndarray) -> Scores:
     return Scores(
-        logprob_N=frozen(score(logits_NV, token_N).cpu().numpy(), np.float32),
-        top_id_NK=frozen(id_NK.cpu().numpy()),
-        top_logprob_NK=frozen(logprob_NK.cpu().numpy(), np.float32),
+        logprob_N=frozen(logprob_N, np.float32),
+        top_id_NK=frozen(id_NK),
+        top_logprob_NK=frozen(logprob_NK, np.float32),
     )
 
 
-def edit_(logits_SV: Tensor, edits: Chosen) -> None:
-    """All but the processors, for all rows at once, in the order that SamplingParams documents."""
+EDITS = {  # in the order that SamplingParams documents
+    "bias": add_bias_,
+    "seen": penalise_repetition_,
+    "drawn": penalise_counts_,
+    "banned": ban_,
+    "allowed": allow_only_,
+}
 
-    def pairs(chosen: Chosen, ids: str, *columns: Any) -> list[Tensor]:
+
+def packed_edits(edits: Chosen) -> Arrays:
+    """All but the processors: the columns that each function of `EDITS` takes, as "kind/number"."""
+    found: Arrays = {}
+
+    def pairs(chosen: Chosen, ids: str, *columns: Any) -> list[np.ndarray]:
         """Rows, ids and further columns, an entry for each id of each of these edits."""
         lengths = [len(getattr(e, ids)) for _, e in chosen]
         rows = np.repeat([place for place, _ in chosen], lengths)
@@ -142,43 +178,61 @@ def edit_(logits_SV: Tensor, edits: Chosen) -> None:
             whole = isinstance(values[0], np.ndarray)
             entries = np.concatenate(values) if whole else np.repeat(values, lengths)
             flat.append(entries.astype(np.float32))
-        return [torch.from_numpy(array).to(logits_SV.device) for array in flat]
+        return flat
+
+    def add(kind: str, columns: list[np.ndarray]) -> None:
+        found.update((f"{kind}/{n}", column) for n, column in enumerate(columns))
 
     if biased := [(s, e) for s, e in edits if len(e.bias_id_E)]:
-        add_bias_(logits_SV, *pairs(biased, "bias_id_E", lambda e: e.bias_E))
+        add("bias", pairs(biased, "bias_id_E", lambda e: e.bias_E))
     if repeated := [(s, e) for s, e in edits if len(e.seen_E)]:
-        penalise_repetition_(logits_SV, *pairs(repeated, "seen_E", lambda e: e.repetition_penalty))
+        add("seen", pairs(repeated, "seen_E", lambda e: e.repetition_penalty))
     if counted := [(s, e) for s, e in edits if len(e.drawn_E)]:
         columns = (lambda e: e.count_E, lambda e: e.frequency_penalty, lambda e: e.presence_penalty)
-        penalise_counts_(logits_SV, *pairs(counted, "drawn_E", *columns))
+        add("drawn", pairs(counted, "drawn_E", *columns))
     if banned := [(s, e) for s, e in edits if len(e.banned_E)]:
-        ban_(logits_SV, *pairs(banned, "banned_E"))
+        add("banned", pairs(banned, "banned_E"))
     if limited := [(s, e) for s, e in edits if e.allowed_E is not None]:
-        rows_A = torch.tensor([place for place, _ in limited], device=logits_SV.device)
-        allow_only_(logits_SV, rows_A, *pairs(limited, "allowed_E"))
+        rows_A = np.array([place for place, _ in limited])
+        add("allowed", [rows_A, *pairs(limited, "allowed_E")])
+    return found
+
+
+def edit_(logits_SV: Tensor, columns: Mapping[str, Tensor]) -> None:
+    """Do what `packed_edits` says, for all rows at once."""
+    for kind, change_ in EDITS.items():
+        if own := [column for name, column in columns.items() if name.startswith(f"{kind}/")]:
+            change_(logits_SV, *own)
 
 
 def process_(
     logits_SV: Tensor, edits: Chosen, processors: Mapping[str, Processor]
 ) -> dict[int, str]:
-    """Run the rows' processors; what went wrong, by place, also where no token is left to draw."""
+    """Run the rows' processors; what they raised, by place."""
     errors = {}
-    places = torch.tensor([place for place, _ in edits], device=logits_SV.device)
-    before = logits_SV[places].amax(-1).tolist()
     for place, edit in edits:
         if edit.processor is not None:
             try:
                 logits_SV[place] = _processed(logits_SV[place], edit, processors)
             except Exception as error:  # whatever a user's function raises ends its request alone
                 errors[place] = f"logits processor {edit.processor!r}: {error!r}"
-    after = logits_SV[places].amax(-1).tolist()  # NaN where there is one
-    for (place, edit), had, top in zip(edits, before, after, strict=True):
-        if place in errors or np.isfinite(top):
+    return errors
+
+
+def faults(
+    edits: Chosen, raised: Mapping[int, str], had_S: np.ndarray, left_S: np.ndarray
+) -> dict[int, str]:
+    """What went wrong, by place, also where no token is left to draw; from the largest logit of
+    each row before and after the processors, NaN where there is one."""
+    errors = dict(raised)
+    for place, edit in edits:
+        had, left = float(had_S[place]), float(left_S[place])
+        if place in errors or np.isfinite(left):
             continue
-        if had == top == -np.inf:
+        if had == left == -np.inf:
             errors[place] = "no token is left: every id is banned or has a bias of -inf"
         elif edit.processor is not None:
-            what = "-inf for every id" if top == -np.inf else f"{top} as a logit"
+            what = "-inf for every id" if left == -np.inf else f"{left} as a logit"
             errors[place] = f"logits processor {edit.processor!r} returned {what}"
     return errors
 

@@ -8,6 +8,7 @@ all the same. Nothing that it reads or writes is handed out, so where the next p
 take blocks from a row, or needs a token's value, it waits until the one in flight is committed.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -16,7 +17,7 @@ from immutables import Map
 from purestep.engine.admission import Admitted, admit, ended_request, register_blocks
 from purestep.engine.config import Config
 from purestep.engine.encoding import Encoding
-from purestep.engine.planning import make_plan, versions_in_use
+from purestep.engine.planning import make_plan
 from purestep.engine.policy import Order, Policy, checked_order, fcfs
 from purestep.state.adapters import count_users, load_asked, num_unevictable, touch
 from purestep.state.blocks import BlockDraft
@@ -35,6 +36,7 @@ from purestep.state.plan import StepPlan
 from purestep.state.pytree import evolve
 from purestep.state.request import Completion, FinishReason, RequestState, frozen
 from purestep.state.scores import locked
+from purestep.state.tables import grown, newest
 
 
 def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[HostState, StepPlan]:
@@ -47,14 +49,13 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         steps = [plan.step for plan in host.in_flight]
         raise StepError(f"schedule: steps {steps} were scheduled and not committed")
     order = checked_order(host, policy)
-    drawn_R = drawn_in_flight(host)
+    drawn_R = drawn_in_flight(host) if host.in_flight else None
     host = _lengthened(host, drawn_R)
     draft, encoding = BlockDraft(host.blocks), Encoding(config, host.encoder)
     running = _serve_running(config, host, order, draft, encoding, drawn_R)
     admitted = Admitted.none(host.adapters)
     if running.admits and not encoding.stalled:
-        room = config.max_batched_tokens - int(running.count_R.sum())
-        admitted = admit(config, host, order, draft, encoding, running.rows, room)
+        admitted = admit(config, host, order, draft, encoding, running.rows, running.count_R)
 
     rows, count_R = running.rows, running.count_R
     if admitted.rows:
@@ -68,8 +69,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     ended = (*running.ended, *admitted.ended, *hopeless)
     gone = [c.key for c in ended]
     requests = _updated_records(host, running.records | admitted.records, gone)
-    versions = versions_in_use(rows)
-    adapters = touch(admitted.adapters, versions)
+    adapters = touch(admitted.adapters, rows.used)
     if loads:
         adapters = load_asked(adapters, (name for name, _ in loads))
     if gone:
@@ -82,7 +82,6 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
         count_R,
         requests,
         adapters,
-        versions,
         draft.allocated,
         drawn_R,
         copies=copies,
@@ -124,13 +123,13 @@ def plan_ahead(
     return (after, plan) if plan.row_ids else None
 
 
-def _lengthened(host: HostState, drawn_R: np.ndarray) -> HostState:
-    """The state with the tokens counted that the plan in flight draws.
+def _lengthened(host: HostState, drawn_R: np.ndarray | None) -> HostState:
+    """The state with the tokens counted that the plan in flight draws, if there is one.
 
     Raises InFlightError where one of them has to be known, or an adapter it uses was dropped, so
     that its place looks free.
     """
-    if not host.in_flight:
+    if drawn_R is None:
         return host
     (flying,) = host.in_flight
     rows, drawn = host.rows, drawn_R >= 0
@@ -146,9 +145,9 @@ def _lengthened(host: HostState, drawn_R: np.ndarray) -> HostState:
     return evolve(host, rows=evolve(rows, num_tokens_R=locked(num_tokens_R)))
 
 
-def _as_known(rows: Rows, drawn_R: np.ndarray) -> Rows:
+def _as_known(rows: Rows, drawn_R: np.ndarray | None) -> Rows:
     """The rows, new ones behind the old, without the tokens that `_lengthened` counted."""
-    if not np.count_nonzero(drawn_R >= 0):
+    if drawn_R is None:
         return rows
     num_tokens_R = rows.num_tokens_R.copy()
     num_tokens_R[: len(drawn_R)] -= drawn_R >= 0
@@ -183,7 +182,7 @@ def _serve_running(
     order: Order,
     draft: BlockDraft,
     encoding: Encoding,
-    drawn_R: np.ndarray,
+    drawn_R: np.ndarray | None,
 ) -> _Running:
     rows, B = host.rows, config.block_size
     service, making_way = _served(config, host, order)
@@ -193,28 +192,27 @@ def _serve_running(
         draft.release(rows.tables[row])
     count_R = _token_counts(config, host, service, encoding)
     start_R, end_R = rows.num_computed_R, rows.num_computed_R + count_R
-    need_R = -(-end_R // B) - -(-start_R // B)
-    leaving, ended = _make_room(config, host, service, need_R, draft)
+    short_G = (end_R > rows.tables.length_R * B).nonzero()[0]  # rows that lack blocks
+    need_G = (end_R[short_G] + (B - 1)) // B - rows.tables.length_R[short_G]
+    leaving, ended = [], []
+    if need_G.sum() > draft.num_free:
+        need_of = dict(zip(short_G.tolist(), need_G.tolist(), strict=True))
+        leaving, ended = _make_room(config, host, service, need_of, draft)
     gone = {*leaving, *making_way}
-
-    stays = np.ones(len(rows.ids), bool)
-    if gone or ended:
-        stays[[*gone, *(rows.ids.index(c.key) for c in ended)]] = False
-        need_R = np.where(stays, need_R, 0)
-    rows = _with_blocks(config, rows, need_R, draft)
+    left = [*gone, *(rows.ids.index(c.key) for c in ended)]
+    if left:
+        stay_G, end_R[left] = ~np.isin(short_G, left), start_R[left]
+        short_G, need_G = short_G[stay_G], need_G[stay_G]
+    if len(short_G):
+        blocks = _allocated(config, rows, short_G, need_G, draft)
+        rows = evolve(rows, tables=grown(rows.tables, short_G, need_G, blocks))
     if config.prefix_caching:
-        # A block with a token that is not known yet gets its digest with it, in `commit`.
-        first_R, last_R = start_R // B, end_R // B
-        filling = (stays & (last_R > first_R) & (drawn_R < 0)).nonzero()[0]
-        newest_R = (last_R == first_R + 1) & (last_R == rows.num_tokens_R // B)
-        parts = (column[filling].tolist() for column in (first_R, last_R, newest_R))
-        for row, first, last, newest in zip(filling.tolist(), *parts, strict=True):
-            table, sealed = rows.tables[row], rows.sealed[row]
-            if newest and sealed:
-                draft.register(int(table[first]), sealed[-1][2])
-            else:
-                digests = chain(rows, row, host.requests[rows.ids[row]])
-                register_blocks(digests, table, first, last, draft)
+        fills_R = end_R // B * B > start_R
+        if drawn_R is not None:  # a block with an unknown token gets its digest in `commit`
+            fills_R &= drawn_R < 0
+        filling = fills_R.nonzero()[0]
+        if len(filling):
+            _register_filled(host, rows, filling, end_R, draft)
     records = {}
     for row in gone:
         record = completed_record(rows, row, host.requests[rows.ids[row]])
@@ -224,8 +222,9 @@ def _serve_running(
         )
     for completion in ended:
         encoding.leave(host.requests[completion.key])
-    if gone or ended:
-        rows, count_R = take_rows(rows, np.flatnonzero(stays)), count_R[stays]
+    if left:
+        stays = np.delete(np.arange(len(rows.ids)), left)
+        rows, count_R = take_rows(rows, stays), count_R[stays]
     return _Running(
         rows=rows,
         count_R=count_R,
@@ -235,6 +234,25 @@ def _serve_running(
         records=records,
         ended=tuple(ended),
     )
+
+
+def _register_filled(
+    host: HostState, rows: Rows, filling_F: np.ndarray, end_R: np.ndarray, draft: BlockDraft
+) -> None:
+    """Make the blocks findable that these rows fill up to `end_R`. Nearly all are decoding, and the
+    block is their last one, whose digest it got with its last token."""
+    B = rows.tail_RB.shape[1]
+    start_F, end_F = rows.num_computed_R[filling_F], end_R[filling_F]
+    decodes_F = (end_F == start_F + 1) & (end_F == rows.num_tokens_R[filling_F])
+    parts = filling_F, newest(rows.tables, filling_F), decodes_F
+    for row, block, decodes in zip(*(part.tolist() for part in parts), strict=True):
+        sealed = rows.sealed[row]
+        if decodes and sealed:
+            draft.register(block, sealed[-1][2])
+        else:
+            digests = chain(rows, row, host.requests[rows.ids[row]])
+            first, last = int(rows.num_computed_R[row]) // B, int(end_R[row]) // B
+            register_blocks(digests, rows.tables[row], first, last, draft)
 
 
 def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, list[int]]:
@@ -255,22 +273,15 @@ def _served(config: Config, host: HostState, order: Order) -> tuple[np.ndarray, 
     return service, making_way
 
 
-def _with_blocks(config: Config, rows: Rows, need_R: np.ndarray, draft: BlockDraft) -> Rows:
-    """The rows with so many more blocks each."""
-    growing = need_R.nonzero()[0]
-    if not len(growing):
-        return rows
-    tables = list(rows.tables)
-    ends = np.cumsum(need_R[growing]).tolist()
-    if config.adapter_block_quota:
-        counts = [(int(need_R[row]), rows.versions[row]) for row in growing]
-        blocks = [block for count, owner in counts for block in draft.allocate(count, owner)]
-    else:
-        blocks = draft.allocate(ends[-1])
-    blocks = np.array(blocks, np.int32)
-    for row, start, end in zip(growing.tolist(), [0, *ends], ends, strict=False):
-        tables[row] = locked(np.concatenate((tables[row], blocks[start:end])))
-    return evolve(rows, tables=tuple(tables))
+def _allocated(
+    config: Config, rows: Rows, row_G: np.ndarray, need_G: np.ndarray, draft: BlockDraft
+) -> np.ndarray:
+    """int32: so many more blocks for each of these rows."""
+    if not config.adapter_block_quota:
+        return np.array(draft.allocate(int(need_G.sum())), np.int32)
+    counts = zip(row_G.tolist(), need_G.tolist(), strict=True)
+    parts = [draft.allocate(count, rows.versions[row]) for row, count in counts]
+    return np.array([block for part in parts for block in part], np.int32)
 
 
 def _rows_making_way(config: Config, host: HostState) -> list[int]:
@@ -291,17 +302,22 @@ def _token_counts(
     """Tokens each row of `service` computes: one for every decoding row, then prompt chunks."""
     rows = host.rows
     remaining_R = rows.num_tokens_R - rows.num_computed_R
-    media_R = rows.num_computed_R < rows.media_end_R
-    chunked_R = (remaining_R > 1) | media_R
-    served_R = np.zeros(len(rows.ids), bool)
-    served_R[service] = True
-    count_R = (served_R & ~chunked_R).astype(np.int32)
+    chunked_R = remaining_R > 1
+    if has_media := "media" in rows.traits:
+        media_R = rows.num_computed_R < rows.media_end_R
+        chunked_R |= media_R
+    if len(service) < len(rows.ids):
+        served_R = np.zeros(len(rows.ids), bool)
+        served_R[service] = True
+        count_R = (served_R & ~chunked_R).astype(np.int32)
+    else:
+        count_R = (~chunked_R).astype(np.int32)
     if np.count_nonzero(chunked_R):
         budget = config.max_batched_tokens - np.count_nonzero(count_R)
         chunk = config.long_prefill_threshold or budget
         for row in service[chunked_R[service]].tolist():
             count = min(int(remaining_R[row]), budget, chunk)
-            if count and media_R[row]:
+            if count and has_media and media_R[row]:
                 record = host.requests[rows.ids[row]]
                 count = encoding.fit(record, int(rows.num_computed_R[row]), count)
             count_R[row] = count
@@ -310,22 +326,26 @@ def _token_counts(
 
 
 def _make_room(
-    config: Config, host: HostState, service: np.ndarray, need_R: np.ndarray, draft: BlockDraft
+    config: Config,
+    host: HostState,
+    service: np.ndarray,
+    need_of: Mapping[int, int],
+    draft: BlockDraft,
 ) -> tuple[list[int], list[Completion]]:
-    """Release rows from the end of the service order until the others' blocks are free.
+    """Release rows from the end of the service order until the blocks that the others need are
+    free.
 
     A row that is alone and still lacks a block has outgrown the pool: it ends, since preempting it
     would repeat the same computation for ever.
     """
     rows, leaving, ended = host.rows, [], []
-    needed = int(need_R.sum())
-    remaining = service.tolist()
-    if needed > draft.num_free and host.in_flight:
+    needed, remaining = sum(need_of.values()), service.tolist()
+    if host.in_flight:
         raise _waits(host, f"rows need {needed} blocks, of which {draft.num_free} are free")
     while needed > draft.num_free:
         row = remaining.pop()
         draft.release(rows.tables[row])
-        needed -= int(need_R[row])
+        needed -= need_of.get(row, 0)
         fits = -(-int(rows.num_tokens_R[row]) // config.block_size) <= config.num_blocks
         if remaining or fits:  # alone and yet preempted: a copy's source took the room, this once
             leaving.append(row)
@@ -353,6 +373,8 @@ def _wanted_loads(host: HostState) -> tuple[tuple[str, str], ...]:
     The others are asked for once users of registered ones have finished.
     """
     ledger = host.adapters
+    if not host.waiting:
+        return ()
     # Of long queues most are bound to a version, and how many is known without a look at each.
     unbound = len(host.requests) - sum(ledger.users.values()) - host.rows.versions.count(None)
     names: dict[str, None] = {}

@@ -28,6 +28,7 @@ from purestep.engine.media import check_media
 from purestep.engine.pool import Pool, allocate_pool, check_linears, claim, upload_adapter_
 from purestep.engine.program import Program
 from purestep.models.adapter_files import Adapter, Arena
+from purestep.state.blocks import held_blocks
 from purestep.state.canonical import from_plain, to_plain
 from purestep.state.encoder import empty_encoder
 from purestep.state.engine import DeviceState, EngineState, HostState, quiet
@@ -62,7 +63,7 @@ def snapshot(state: EngineState, path: str | os.PathLike) -> None:
 
 
 def _write(folder: Path, state: EngineState, pool: Pool, host: HostState) -> None:
-    blocks = sorted({*host.blocks.refs, *host.blocks.digest_of})
+    blocks = sorted({*held_blocks(host.blocks), *host.blocks.digest_of})
     index = torch.tensor(blocks, dtype=torch.int64, device=state.config.device)
     save_file(
         {f"layer.{i}": kv[:, index].cpu().contiguous() for i, kv in enumerate(pool.kv)}, folder / KV
@@ -157,9 +158,10 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
 
     Raises SnapshotError naming what differs (format, weights, model, dtype, block size, adapter
     rows), what live requests need and the program lacks (a token table, a logits processor), or
-    what is damaged, and AdapterError when an adapter's files changed or are gone, or when it
-    adapts the embedding or the head and the program's `lora_vocab` is off. Another torch or triton
-    only warns: host states are equal, but the last bits of logits may differ.
+    what is damaged, and AdapterError when an adapter's files changed or are gone, or when it adapts
+    the embedding, the head or a tower and the program's `lora_vocab` or `lora_tower` is off.
+    Another torch or triton only warns: host states are equal, but the last bits of logits may
+    differ.
     """
     folder = Path(path)
     meta = _read_state(folder)

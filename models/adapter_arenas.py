@@ -5,6 +5,7 @@ adapter's rank, rounded up to 8), D inputs and O outputs of a linear; the embedd
 tokens.
 """
 
+import math
 from collections.abc import Iterator, Sequence
 
 import torch
@@ -33,22 +34,33 @@ class Arena:
 
 
 def empty_arenas(
-    modules: Sequence[AdaptedModule], config: ModelConfig, dtype: torch.dtype, rank: int
+    modules: Sequence[AdaptedModule],
+    config: ModelConfig,
+    dtype: torch.dtype,
+    rank: int,
+    pinned: bool = False,
 ) -> dict[str, Arena]:
     """Zeros for an adapter of this rank, for each linear that one of `modules` belongs to, but for
-    those that a tower never runs."""
+    those that a tower never runs. All lie in one piece of memory: `pinned`, a GPU reads it by
+    itself, at the bus's full rate."""
     touched = {module.linear.name for module in modules}
     R = -(-rank // ROW_BLOCK) * ROW_BLOCK
     copies = dict.fromkeys(fused_linears(config), config.num_layers)
     copies |= dict.fromkeys(vocab_linears(config), 1)
     copies |= {m.linear: 1 for m in modules if m.linear.parent == TOWER}
-    return {
-        linear.name: Arena(
-            a_LSRD=torch.zeros(L, len(linear.children), R, linear.in_features, dtype=dtype),
-            b_LRO=torch.zeros(L, R, linear.out_features, dtype=dtype),
+    shapes = {
+        linear.name: (
+            (L, len(linear.children), R, linear.in_features),
+            (L, R, linear.out_features),
         )
         for linear, L in copies.items()
         if linear.name in touched
+    }
+    sizes = [math.prod(shape) for pair in shapes.values() for shape in pair]
+    parts = iter(torch.zeros(sum(sizes), dtype=dtype, pin_memory=pinned).split(sizes))
+    return {
+        name: Arena(a_LSRD=next(parts).view(a), b_LRO=next(parts).view(b))
+        for name, (a, b) in shapes.items()
     }
 
 

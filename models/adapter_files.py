@@ -86,6 +86,7 @@ def read_adapter(
     max_rank: int | None,
     name: str = "",
     tower: Sequence[FusedLinear] = (),
+    pinned: bool = False,
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     """Read a folder as PEFT's `save_pretrained` writes it.
@@ -94,8 +95,8 @@ def read_adapter(
     safetensors wins. Pickles go through torch's restricted unpickler and run no code. `~` is
     expanded; names on a hub are not looked up. `max_rank` is the option `max_lora_rank`, None for
     no limit; `tower` are the linears of the program's tower (`tower_linears`). `dtype` is what the
-    arenas hold; scalings are folded into B in float32 before the cast. `pause` is called behind
-    each piece of about 1 MiB.
+    arenas hold; scalings are folded into B in float32 before the cast. `pinned` arenas are uploaded
+    to a GPU without waiting. `pause` is called behind each piece of about 1 MiB.
 
     Raises AdapterError naming the adapter, the file or tensor, the value and the limit. Warns
     about target modules that the weights do not have and about unknown settings.
@@ -110,7 +111,9 @@ def read_adapter(
         raise AdapterError(f"{label}: the folder holds none of {', '.join(WEIGHT_FILES)}")
     tensors = _read_tensors(path, label)
     where = f"{label}, {path.name}"
-    return _build(tensors, adapter_config, config, dtype, max_rank, where, tower, pause=pause)
+    return _build(
+        tensors, adapter_config, config, dtype, max_rank, where, tower, pinned=pinned, pause=pause
+    )
 
 
 def adapter_from_tensors(
@@ -123,6 +126,7 @@ def adapter_from_tensors(
     name: str = "",
     tower: Sequence[FusedLinear] = (),
     version: str | None = None,
+    pinned: bool = False,
 ) -> Adapter:
     """An adapter from tensors in memory, copied: later changes to them change nothing here.
 
@@ -140,7 +144,7 @@ def adapter_from_tensors(
     except ValueError as error:
         raise AdapterError(f"{label}: {error}") from None
     chosen = {saved: tensors[source] for saved, source in sources.items()}
-    return _build(chosen, adapter_config, config, dtype, max_rank, label, tower, version)
+    return _build(chosen, adapter_config, config, dtype, max_rank, label, tower, version, pinned)
 
 
 def _read_config(path: Path, label: str) -> dict[str, Any]:
@@ -178,11 +182,13 @@ def _build(
     label: str,
     tower: Sequence[FusedLinear],
     version: str | None = None,
+    pinned: bool = False,
     pause: Callable[[], object] = lambda: None,
 ) -> Adapter:
     modules = _check(tensors, adapter_config, config, tower, max_rank, label)
     rank = max(rank_of(adapter_config, module.file_name) for module in modules)
-    arenas, hasher = empty_arenas(modules, config, dtype, rank), version_hasher(version)
+    arenas = empty_arenas(modules, config, dtype, rank, pinned)
+    hasher = version_hasher(version)
     for module in modules:
         scaling = scaling_of(adapter_config, module.file_name)
         arena = arenas.get(module.linear.name)  # None of what a tower never runs

@@ -7,11 +7,10 @@ items' slots, and a tower spreads them over its rows as it lays these out.
 T rows of a product, D inputs and O outputs of a linear, P paged adapter rows.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from purestep.ops.lora_linear import Deltas, lora_add_tiles_, num_tiles, tile_size
@@ -35,7 +34,7 @@ class ItemAdapters:
     rows: Mapping[str, TowerRows]  # by `FusedLinear.name`
     places: tuple[tuple[int, tuple[int, ...]], ...]  # (slot, row blocks) of each adapter
     slots: tuple[int, ...]  # of each item, in the order of the call; -1 = no adapter
-    device: str
+    send: Callable[[dict[str, np.ndarray]], Mapping[str, Tensor]]  # to the tower's device
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,13 +72,11 @@ def spread(
     slot_T = np.repeat(adapters.slots, counts)
     slot_T, T = slot_T if order_T is None else slot_T[order_T], len(slot_T)
     chunks = num_chunks([blocks for _, blocks in adapters.places])
-    tiles = num_tiles(T, len(adapters.places))
-    arrays = tile_arrays(adapters.places, slot_T, chunks, tiles, tile_size(T))
-    row_E, span_X2, token_XI = (
-        torch.from_numpy(arrays[name]).to(adapters.device)
-        for name in ("row_E", "span_X2", "token_XI")
-    )
-    return RowAdapters(rows=adapters.rows, tiles=(row_E, span_X2, token_XI))
+    most = num_tiles(T, len(adapters.places))
+    arrays = tile_arrays(adapters.places, slot_T, chunks, most, tile_size(T))
+    sent = adapters.send(arrays)
+    tiles = sent["row_E"], sent["span_X2"], sent["token_XI"]
+    return RowAdapters(rows=adapters.rows, tiles=tiles)
 
 
 def add_adapters_(y: Tensor, x: Tensor, names: Sequence[str], adapters: RowAdapters) -> None:

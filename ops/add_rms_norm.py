@@ -6,9 +6,10 @@ T token rows, D hidden, n addends of a product.
 import torch
 from torch import Tensor
 
-from purestep.ops import native
+from purestep.ops import kernels, native
 
 
+@kernels.named("add_rms_norm")
 def add_rms_norm(
     h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float, inner_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

@@ -1,7 +1,7 @@
 """Change the logits of some rows before they are divided and cut: biases, penalties, masks.
 
 S sampled rows, V vocabulary, E edits: pairs of a row and an id, the same pair at most once unless
-something else is said.
+something else is said. Nothing waits for a device, as assigning a number by index would.
 """
 
 import torch
@@ -34,11 +34,11 @@ def penalise_counts_(
 
 def ban_(logits_SV: Tensor, row_E: Tensor, id_E: Tensor) -> None:
     """Minus infinity for these ids."""
-    logits_SV[row_E, id_E] = -torch.inf
+    logits_SV.view(-1).index_fill_(0, row_E * logits_SV.shape[1] + id_E, -torch.inf)
 
 
 def allow_only_(logits_SV: Tensor, rows_A: Tensor, row_E: Tensor, id_E: Tensor) -> None:
     """Minus infinity in each row of `rows_A` but for the ids that its pairs name."""
     kept_E = logits_SV[row_E, id_E]
-    logits_SV[rows_A] = -torch.inf
+    logits_SV.index_fill_(0, rows_A, -torch.inf)
     logits_SV[row_E, id_E] = kept_E

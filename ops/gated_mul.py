@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from purestep.ops import native
+from purestep.ops import kernels, native
 from purestep.ops.add_rms_norm import joined
 from purestep.ops.lora_linear import Shrunk
 
@@ -19,6 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
 }
 
 
+@kernels.named("gated_mul")
 def gated_mul(
     y: Tensor, dtype: torch.dtype, activation: str = "silu", shrunk: Shrunk | None = None
 ) -> Tensor:

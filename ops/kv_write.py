@@ -45,6 +45,7 @@ def check_kv_write(kv: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_index_T: Tensor)
         )
 
 
+@kernels.named("kv_write_")
 def _on_cuda_(kv: Tensor, k_TKH: Tensor, v_TKH: Tensor, kv_index_T: Tensor) -> None:
     if not kernels.usable():
         return kv_write_ref_(kv, k_TKH, v_TKH, kv_index_T)

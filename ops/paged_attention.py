@@ -340,16 +340,17 @@ def check_paged_attention(
         )
 
 
+@kernels.named("paged_attention")
 def _on_cuda(*args: Any) -> Tensor:
-    *causal, end_T = (*args, None)[:8]
-    if end_T is not None or not kernels.usable():
+    if not kernels.usable():
         return paged_attention_ref(*args)
     check_paged_attention(*args)
     from purestep.ops.kernels.attention import launch
 
-    return launch(*causal)
+    return launch(*args)
 
 
+@kernels.named("decode_attention")
 def decode_attention(
     q_TNH: Tensor,
     kv: Tensor,

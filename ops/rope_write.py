@@ -6,12 +6,13 @@ T tokens, N query heads, K key/value heads, H head size, C channels of a head th
 import torch
 from torch import Tensor
 
-from purestep.ops import native
+from purestep.ops import kernels, native
 from purestep.ops.add_rms_norm import joined
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.lora_linear import Shrunk
 
 
+@kernels.named("rope_write_")
 def rope_write_(
     kv: Tensor,
     y: Tensor,

@@ -2,9 +2,14 @@
 
 The noise of a candidate depends on (stream, position, vocabulary id) alone, so a row draws the same
 token alone, in any batch, after a preemption and on any device. S sampled rows, N scored ones, V
-vocabulary.
+vocabulary. D of the rows are not greedy, of these C are cut, by top-k (K of them), top-p or min-p.
+
+Which rows need what is found out on the host (`draws_of`), so that nothing here waits for a device.
 """
 
+from typing import Any, NamedTuple
+
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,11 +53,12 @@ def gumbel_noise(stream_S: Tensor, position_S: Tensor, vocab_size: int) -> Tenso
     return -torch.log(-torch.log(uniform_SV))
 
 
-def keep_top_k(logits_SV: Tensor, top_k_S: Tensor) -> Tensor:
-    """Minus infinity below each row's k-th largest logit (ties with it stay); 0 keeps all."""
+def keep_top_k(logits_SV: Tensor, top_k_S: Tensor, largest: int) -> Tensor:
+    """Minus infinity below each row's k-th largest logit (ties with it stay); 0 keeps all, as does
+    what is above V. `largest` is the most tokens, ties aside, that a row keeps."""
     V = logits_SV.shape[1]
     k_S = torch.where(top_k_S > 0, top_k_S, V).clamp(max=V).long()
-    largest_SK = logits_SV.topk(int(k_S.max()), dim=-1).values
+    largest_SK = logits_SV.topk(largest, dim=-1).values
     kth_S1 = largest_SK.gather(1, k_S[:, None] - 1)
     return logits_SV.masked_fill(logits_SV < kth_S1, -torch.inf)
 
@@ -64,7 +70,7 @@ def keep_top_p(logits_SV: Tensor, top_p_S: Tensor) -> Tensor:
     float64; the most likely token always stays.
     """
     ascending_SV, order_SV = torch.sort(logits_SV, dim=-1)
-    mass_SV = ascending_SV.softmax(-1).cumsum(-1)
+    mass_SV = _sums(ascending_SV.softmax(-1))
     drop_SV = mass_SV <= (1 - top_p_S.double()).float()[:, None]
     drop_SV[:, -1] = False
     drop_SV = torch.zeros_like(drop_SV).scatter(1, order_SV, drop_SV)
@@ -79,38 +85,104 @@ def keep_min_p(logits_SV: Tensor, min_p_S: Tensor) -> Tensor:
     return logits_SV.masked_fill(drop_SV, -torch.inf)
 
 
-def draw(
-    logits_SV: Tensor,
-    temperature_S: Tensor,
-    top_k_S: Tensor,
-    top_p_S: Tensor,
-    min_p_S: Tensor,
-    stream_S: Tensor,
-    position_S: Tensor,
-) -> Tensor:
-    """token_S int64 from fp32 logits, some of which may be minus infinity.
+def _sums(p_SV: Tensor) -> Tensor:
+    """Cumulative sums of each row. Of one row alone a GPU adds them up in an order that varies."""
+    if p_SV.is_cuda and len(p_SV) == 1:
+        return p_SV.expand(2, -1).cumsum(-1)[:1]
+    return p_SV.cumsum(-1)
+
+
+class Draws(NamedTuple):
+    """What `draw` reads beside logits: arrays of the host, or the same on a device."""
+
+    temperature_S: Any  # float32; 0 of greedy rows, and 1 of those that are cut, divided before
+    stream_S: Any  # int64, the bits of unsigned numbers
+    position_S: Any  # int64
+    drawn_D: Any  # int64, places among the rows
+    cut_C: Any  # int64, likewise
+    temperature_C: Any  # float32
+    top_k_row: Any  # int64, places among the rows that are cut, as in the next two
+    top_k: Any  # int64
+    top_p_row: Any
+    top_p: Any  # float64
+    min_p_row: Any
+    min_p: Any  # float32
+
+
+def draws_of(
+    temperature_S: np.ndarray,
+    top_k_S: np.ndarray,
+    top_p_S: np.ndarray,
+    min_p_S: np.ndarray,
+    stream_S: np.ndarray,
+    position_S: np.ndarray,
+) -> Draws:
+    """The parameters of rows (`SamplingRows` has them), sorted by what they ask for."""
+    drawn_S = temperature_S >= GREEDY_BELOW
+    cut_S = drawn_S & ((top_k_S > 0) | (top_p_S < 1) | (min_p_S > 0))
+    cut_C = np.flatnonzero(cut_S)
+    wants = (top_k_S[cut_C] > 0, top_p_S[cut_C] < 1, min_p_S[cut_C] > 0)
+    by_k, by_p, by_min = map(np.flatnonzero, wants)
+    return Draws(
+        temperature_S=np.where(cut_S, 1, np.where(drawn_S, temperature_S, 0)).astype(np.float32),
+        stream_S=stream_S.view(np.int64),
+        position_S=position_S.astype(np.int64),
+        drawn_D=np.flatnonzero(drawn_S),
+        cut_C=cut_C,
+        temperature_C=temperature_S[cut_C].astype(np.float32),
+        top_k_row=by_k,
+        top_k=top_k_S[cut_C[by_k]].astype(np.int64),
+        top_p_row=by_p,
+        top_p=top_p_S[cut_C[by_p]].astype(np.float64),
+        min_p_row=by_min,
+        min_p=min_p_S[cut_C[by_min]].astype(np.float32),
+    )
+
+
+@kernels.named("draw")
+def draw(logits_SV: Tensor, raw_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
+    """int32 [2, S]: tokens from fp32 logits, some of which may be minus infinity, and the bits of
+    their logprobs under `raw_SV`. Does not wait.
 
     Greedy, the lowest id among the largest logits, where the temperature is below 1e-5: quotients
     would lose the noise's digits there. Otherwise logits over temperature, then top-k, then top-p,
-    then min-p, then the Gumbel maximum, which is a draw from their softmax.
+    then min-p, then the Gumbel maximum, which is a draw from their softmax. `draws` are on the
+    device of the logits, `largest_k` is the largest of `draws.top_k`, at most V.
     """
-    token_S = logits_SV.argmax(-1)
-    drawn = torch.nonzero(temperature_S >= GREEDY_BELOW).flatten()
-    if len(drawn):
-        scaled_SV = logits_SV[drawn] / temperature_S[drawn, None]
-        if (top_k_S[drawn] > 0).any():
-            scaled_SV = keep_top_k(scaled_SV, top_k_S[drawn])
-        cut = torch.nonzero(top_p_S[drawn] < 1).flatten()
-        if len(cut):
-            scaled_SV[cut] = keep_top_p(scaled_SV[cut], top_p_S[drawn][cut])
-        cut = torch.nonzero(min_p_S[drawn] > 0).flatten()
-        if len(cut):
-            scaled_SV[cut] = keep_min_p(scaled_SV[cut], min_p_S[drawn][cut])
-        noise_SV = gumbel_noise(stream_S[drawn], position_S[drawn], logits_SV.shape[1])
-        token_S[drawn] = (scaled_SV + noise_SV).argmax(-1)
-    return token_S
+    logits_SV = _cut(logits_SV, draws, largest_k)
+    if logits_SV.is_cuda and kernels.usable():
+        from purestep.ops.kernels.draw import launch
+
+        return launch(logits_SV, raw_SV, draws.temperature_S, draws.stream_S, draws.position_S)
+    token_S, drawn_D = logits_SV.argmax(-1), draws.drawn_D
+    if len(drawn_D):
+        picks_DV = logits_SV.index_select(0, drawn_D) / draws.temperature_S[drawn_D, None]
+        stream_D, position_D = draws.stream_S[drawn_D], draws.position_S[drawn_D]
+        picks_DV += gumbel_noise(stream_D, position_D, logits_SV.shape[1])
+        token_S[drawn_D] = picks_DV.argmax(-1)
+    return with_bits(token_S, score(raw_SV, token_S))
 
 
+def _cut(logits_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
+    """The logits, those of rows that are cut over their temperature and minus infinity where a
+    token is out."""
+    cut_C = draws.cut_C
+    if not len(cut_C):
+        return logits_SV
+    cut_CV = logits_SV.index_select(0, cut_C) / draws.temperature_C[:, None]
+    for keep, row_X, *parameters in (
+        (keep_top_k, draws.top_k_row, draws.top_k, largest_k),
+        (keep_top_p, draws.top_p_row, draws.top_p),
+        (keep_min_p, draws.min_p_row, draws.min_p),
+    ):
+        if len(row_X) == len(cut_C):
+            cut_CV = keep(cut_CV, *parameters)
+        elif len(row_X):
+            cut_CV[row_X] = keep(cut_CV[row_X], *parameters)
+    return cut_CV if len(cut_C) == len(logits_SV) else logits_SV.index_copy(0, cut_C, cut_CV)
+
+
+@kernels.named("greedy")
 def greedy(logits_SV: Tensor) -> Tensor:
     """int32 [2, S]: `draw` at temperature 0, and the bits of its `score`. Does not wait."""
     if not (logits_SV.is_cuda and kernels.usable()):

@@ -343,6 +343,11 @@ def activate(ledger: AdapterLedger, version: str, victims: Iterable[str]) -> Ada
     )
 
 
+def slot_of(ledger: AdapterLedger, version: str | None) -> int:
+    """Where a resident version is; -1 for the base model."""
+    return -1 if version is None else ledger.resident[version].slot
+
+
 def renew_reservations(ledger: AdapterLedger) -> AdapterLedger:
     """Drop the reservations of versions that are in by now or that nobody waits for any more, and
     those that cannot be kept behind the ones before them, as a pin or a load came in the way."""

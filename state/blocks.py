@@ -19,16 +19,18 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 from immutables import Map
 
+from purestep.state.digests import Digests, no_digests
 from purestep.state.pytree import tree
 
 
 @tree
 class BlockLedger:
-    """Reference counts, digests and free order of the blocks 0..num_blocks-1."""
+    """Reference counts, digests and free order of the blocks 0..num_blocks-1. A block that is
+    neither queued nor was never used is held."""
 
     num_blocks: int
-    refs: Map[int, int]  # block -> holders; a block that is not here is free
-    digest_of: Map[int, bytes]  # block -> digest, for every hashed block
+    shared: Map[int, int]  # block -> holders, of blocks that have more than one
+    digest_of: Digests  # block -> digest, for every hashed block
     block_of: Map[bytes, int]  # digest -> the first block that got it
     queue: Map[int, int]  # stamp -> free block
     stamp_of: Map[int, int]  # the reverse of `queue`
@@ -46,9 +48,18 @@ class BlockLedger:
         return len(self.queue) + self.num_blocks - self.fresh
 
     @property
+    def num_held(self) -> int:
+        return self.num_blocks - self.num_free
+
+    @property
     def num_cached(self) -> int:
         """Free blocks that a lookup can still find."""
-        return sum(b not in self.refs for b in self.block_of.values())
+        return sum(b in self.stamp_of for b in self.block_of.values())
+
+    def holders(self, block: int) -> int:
+        """How many hold a block; 0 for a free one."""
+        held = block < self.fresh and block not in self.stamp_of
+        return self.shared.get(block, 1) if held else 0
 
 
 def empty_blocks(num_blocks: int, quota: int = 0) -> BlockLedger:
@@ -56,8 +67,8 @@ def empty_blocks(num_blocks: int, quota: int = 0) -> BlockLedger:
     none: Map = Map()
     return BlockLedger(
         num_blocks=num_blocks,
-        refs=none,
-        digest_of=none,
+        shared=none,
+        digest_of=no_digests(),
         block_of=none,
         queue=none,
         stamp_of=none,
@@ -81,7 +92,7 @@ class BlockDraft:
 
     def __init__(self, ledger: BlockLedger) -> None:
         self.num_blocks = ledger.num_blocks
-        self.refs = ledger.refs.mutate()
+        self.shared = ledger.shared.mutate()
         self.digest_of = ledger.digest_of.mutate()
         self.block_of = ledger.block_of.mutate()
         self.queue = ledger.queue.mutate()
@@ -125,7 +136,6 @@ class BlockDraft:
             block = idle[min(idle)]
             self._unqueue(block)
             self.forget(block)
-            self.refs[block] = 1
             return block
         block = self._pop()
         self.owner_of[block] = owner
@@ -137,7 +147,6 @@ class BlockDraft:
             stamp, self.low = self.low, self.low + 1
         elif self.fresh < self.num_blocks:
             block, self.fresh = self.fresh, self.fresh + 1
-            self.refs[block] = 1
             return block
         else:
             while self.high not in self.queue:  # a hit took this one out of the middle
@@ -147,7 +156,6 @@ class BlockDraft:
         self._unqueue(block)
         self._disown(block)
         self.forget(block)
-        self.refs[block] = 1
         return block
 
     def _unqueue(self, block: int) -> None:
@@ -170,19 +178,27 @@ class BlockDraft:
     def retain(self, blocks: Iterable[int]) -> None:
         """Add one holder to each block, taking it out of the free queue if need be."""
         for block in blocks:
-            held = self.refs.get(block, 0)
-            if held == 0:
+            if block in self.stamp_of:
                 self._unqueue(block)
-            self.refs[block] = held + 1
+            else:
+                self.shared[block] = self.shared.get(block, 1) + 1
+
+    def holds(self, block: int) -> bool:
+        """Whether anybody holds a block."""
+        return block < self.fresh and block not in self.stamp_of
 
     def release(self, blocks: Sequence[int] | np.ndarray) -> None:
-        """Drop one holder from each of a request's blocks, given in the request's order."""
+        """Drop one holder from each of a request's blocks, given in the request's order. Raises
+        KeyError for a block that is free."""
         for block in reversed([int(b) for b in blocks]):
-            held = self.refs[block] - 1
+            held = self.shared.get(block, 1) - 1
             if held:
-                self.refs[block] = held
+                del self.shared[block]
+                if held > 1:
+                    self.shared[block] = held
                 continue
-            del self.refs[block]
+            if not self.holds(block):
+                raise KeyError(block)
             if self._findable(block):
                 stamp, self.tail = self.tail, self.tail + 1
                 if self.quota and (owner := self.owner_of.get(block)) is not None:
@@ -206,7 +222,7 @@ class BlockDraft:
 
     def forget(self, block: int) -> None:
         """Drop what is known of a block's content."""
-        digest = self.digest_of.pop(block, None)
+        digest = self.digest_of.pop(block)
         if digest is not None and self.block_of.get(digest) == block:
             del self.block_of[digest]
 
@@ -222,12 +238,12 @@ class BlockDraft:
 
     def count_queued(self, blocks: Iterable[int]) -> int:
         """How many of these blocks a `retain` would take out of the free queue."""
-        return sum(b not in self.refs for b in blocks)
+        return sum(b in self.stamp_of for b in blocks)
 
     def finish(self) -> BlockLedger:
         return BlockLedger(
             num_blocks=self.num_blocks,
-            refs=self.refs.finish(),
+            shared=self.shared.finish(),
             digest_of=self.digest_of.finish(),
             block_of=self.block_of.finish(),
             queue=self.queue.finish(),
@@ -241,6 +257,11 @@ class BlockDraft:
             owned=self.owned.finish(),
             idle=self.idle,
         )
+
+
+def held_blocks(ledger: BlockLedger) -> list[int]:
+    """All blocks that somebody holds, in ascending order."""
+    return [block for block in range(ledger.fresh) if block not in ledger.stamp_of]
 
 
 def free_order(ledger: BlockLedger) -> list[int]:
@@ -258,7 +279,9 @@ def check_blocks(ledger: BlockLedger, holders: Iterable[Sequence[int] | np.ndarr
         assert len(set(map(int, table))) == len(table), f"a table holds a block twice: {table}"
         for block in table:
             counts[int(block)] = counts.get(int(block), 0) + 1
-    assert counts == dict(ledger.refs), f"references {dict(ledger.refs)}, holders {counts}"
+    found = {block: ledger.holders(block) for block in held_blocks(ledger)}
+    assert counts == found, f"references {found}, holders {counts}"
+    assert dict(ledger.shared) == {block: n for block, n in counts.items() if n > 1}
     order = free_order(ledger)
     assert sorted([*order, *counts]) == list(range(ledger.num_blocks)), "a block is lost or twice"
     assert len(order) == ledger.num_free
@@ -280,8 +303,8 @@ def check_owners(ledger: BlockLedger) -> None:
     counts: dict[str, int] = {}
     for block, owner in ledger.owner_of.items():
         counts[owner] = counts.get(owner, 0) + 1
-        assert block in ledger.refs or ledger.idle[owner][ledger.stamp_of[block]] == block
+        assert ledger.holders(block) or ledger.idle[owner][ledger.stamp_of[block]] == block
     assert counts == dict(ledger.owned), f"owners have {counts}, counted are {dict(ledger.owned)}"
     idle = [block for blocks in ledger.idle.values() for block in blocks.values()]
-    assert sorted(idle) == sorted(b for b in ledger.owner_of if b not in ledger.refs)
+    assert sorted(idle) == sorted(b for b in ledger.owner_of if not ledger.holders(b))
     assert all(count <= ledger.quota for count in counts.values()), f"over the quota: {counts}"

@@ -15,6 +15,7 @@ from immutables import Map
 
 from purestep.state.adapters import AdapterInfo, AdapterLedger, Reservation, Residence
 from purestep.state.blocks import BlockLedger
+from purestep.state.digests import Digests
 from purestep.state.encoder import EncoderLedger, EncoderOutput
 from purestep.state.engine import HostState, Rows
 from purestep.state.errors import SnapshotError
@@ -41,6 +42,7 @@ from purestep.state.request import (
 )
 from purestep.state.sampling import LogitEdits, SamplingParams
 from purestep.state.scores import Scores
+from purestep.state.tables import Tables
 
 TREES = {
     cls.__name__: cls
@@ -50,6 +52,7 @@ TREES = {
         BatchDescriptor,
         BlockLedger,
         Completion,
+        Digests,
         EmbeddedSpan,
         EncodedItem,
         EncoderLedger,
@@ -72,6 +75,7 @@ TREES = {
         Scores,
         StepPlan,
         StepResult,
+        Tables,
     )
 }
 

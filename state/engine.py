@@ -3,9 +3,9 @@
 R running rows, B block size. Columns are read-only numpy arrays, replaced once a step for all rows.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from immutables import Map
@@ -20,6 +20,9 @@ from purestep.state.pytree import evolve, static, tree
 from purestep.state.request import Completion, RequestState, frozen
 from purestep.state.sampling import LARGEST_INT
 from purestep.state.scores import Scores, behind_the_first, joined, locked
+from purestep.state.tables import Tables, tables_of
+
+T = TypeVar("T", "Rows", Tables)
 
 
 @tree
@@ -28,11 +31,17 @@ class Rows:
 
     ids: tuple[str, ...]
     versions: tuple[str | None, ...]  # adapter version, None = base
-    tables: tuple[np.ndarray, ...]  # int32 block ids, ceil(num_computed / B) of them
+    used: tuple[str, ...]  # the different versions among them, in order of their first rows
+    traits: tuple[
+        str, ...
+    ]  # what any of them is, of `_TRAITS`: most batches ask for next to nothing
+    slot_R: np.ndarray  # int32, where the adapter is, -1 = base; it stays there while rows run
+    tables: Tables  # the rows' KV blocks, ceil(num_computed / B) of them
     num_computed_R: np.ndarray  # int32, tokens whose KV is written or planned
     num_tokens_R: np.ndarray  # int32, prompt and generated
     num_prompt_R: np.ndarray  # int32
     num_known_R: np.ndarray  # int32, tokens it had when it became a row
+    newest_R: np.ndarray  # int32, the last of them or of those drawn since
     limit_R: np.ndarray  # int32, num_tokens at which the row ends with reason length
     temperature_R: np.ndarray  # float32
     top_k_R: np.ndarray  # int32
@@ -112,10 +121,12 @@ class EngineState:
 
 
 _COLUMNS = {
+    "slot_R": np.int32,
     "num_computed_R": np.int32,
     "num_tokens_R": np.int32,
     "num_prompt_R": np.int32,
     "num_known_R": np.int32,
+    "newest_R": np.int32,
     "limit_R": np.int32,
     "temperature_R": np.float32,
     "top_k_R": np.int32,
@@ -153,7 +164,9 @@ def empty_host(
     rows = Rows(
         ids=(),
         versions=(),
-        tables=(),
+        used=(),
+        traits=(),
+        tables=tables_of((), block_size),
         tail_RB=locked(np.zeros((0, block_size), np.int32)),
         tail_logprob_RB=locked(np.zeros((0, block_size), np.float32)),
         sealed=(),
@@ -185,7 +198,7 @@ def drop_copies(
     """The copies whose target still belongs to a row; the sources of the others are let go."""
     kept = []
     for source, target in reversed(copies):  # a later copy may hold an earlier one's target
-        if target in draft.refs:
+        if draft.holds(target):
             kept.append((source, target))
         else:
             draft.release([source])
@@ -223,44 +236,88 @@ def all_tokens(record: RequestState) -> np.ndarray:
 
 def take_rows(rows: Rows, index: Sequence[int] | np.ndarray) -> Rows:
     """The rows at these places, in this order."""
-    places = np.asarray(index, dtype=np.intp)
+    return _summed(_picked(rows, np.asarray(index, dtype=np.intp)))
+
+
+def _picked(columns: T, places: np.ndarray) -> T:
     picked = {}
-    for field in fields(rows):
-        column = getattr(rows, field.name)
-        if isinstance(column, tuple):
+    for field in fields(columns):
+        column = getattr(columns, field.name)
+        if field.name in _SUMMARIES:
+            picked[field.name] = ()
+        elif isinstance(column, tuple):
             picked[field.name] = tuple(column[i] for i in places.tolist())
-        else:
+        elif isinstance(column, np.ndarray):
             picked[field.name] = locked(column[places])
-    return Rows(**picked)
+        else:
+            picked[field.name] = _picked(column, places)
+    return type(columns)(**picked)
 
 
 def add_rows(rows: Rows, new: Sequence[Rows]) -> Rows:
     """`rows` with others behind them."""
     if not new:
         return rows
-    parts = [rows, *new]
+    return _summed(_joined([rows, *new]))
+
+
+def _joined(parts: Sequence[T]) -> T:
     joined = {}
-    for field in fields(rows):
+    for field in fields(parts[0]):
         columns = [getattr(part, field.name) for part in parts]
-        if isinstance(columns[0], tuple):
+        if field.name in _SUMMARIES:
+            joined[field.name] = ()
+        elif isinstance(columns[0], tuple):
             joined[field.name] = tuple(item for column in columns for item in column)
-        else:
+        elif isinstance(columns[0], np.ndarray):
             joined[field.name] = locked(np.concatenate(columns))
-    return Rows(**joined)
+        else:
+            joined[field.name] = _joined(columns)
+    return type(parts[0])(**joined)
+
+
+def _summed(rows: Rows) -> Rows:
+    """With what follows from the columns of other rows than before."""
+    used = tuple(version for version in dict.fromkeys(rows.versions) if version is not None)
+    traits = tuple(name for name, flags in _TRAITS.items() if np.count_nonzero(flags(rows)))
+    return evolve(rows, used=used, traits=traits)
+
+
+_SUMMARIES = ("used", "traits")
+_TRAITS: dict[str, Callable[[Rows], np.ndarray]] = {
+    "edited": lambda rows: rows.edited_R,
+    "early": lambda rows: rows.least_R > rows.num_prompt_R,  # no stop counts for some tokens
+    "heeds_eos": lambda rows: rows.heeds_eos_R,
+    "watched": lambda rows: rows.watched_R,
+    "has_text": lambda rows: np.array([text is not None for text in rows.texts], bool),
+    "told_more": lambda rows: (rows.num_tops_R >= 0) | (rows.num_hidden_R >= 0),
+    "probed": lambda rows: (rows.num_scored_R >= 0) | (rows.num_hidden_R >= 0),
+    "only_scored": lambda rows: rows.limit_R == rows.num_prompt_R,  # generates nothing
+    "embedded": lambda rows: rows.embedded_R,
+    "media": lambda rows: rows.media_end_R > 0,
+}
 
 
 def make_row(
-    record: RequestState, table: np.ndarray, *, num_computed: int, limit: int, block_size: int
+    record: RequestState,
+    table: Sequence[int],
+    *,
+    slot: int,
+    num_computed: int,
+    limit: int,
+    block_size: int,
 ) -> Rows:
-    """One running row for a record whose `generated` is complete."""
+    """One running row for a record whose `generated` is complete; `slot` is its adapter's."""
     sampling = record.request.sampling
     tokens = all_tokens(record)
     num_prompt = len(record.request.tokens)
     values = {
+        "slot_R": slot,
         "num_computed_R": num_computed,
         "num_tokens_R": len(tokens),
         "num_prompt_R": num_prompt,
         "num_known_R": len(tokens),
+        "newest_R": tokens[-1],
         "limit_R": limit,
         "temperature_R": sampling.temperature,
         "top_k_R": sampling.top_k,
@@ -284,10 +341,12 @@ def make_row(
     tail = np.zeros((1, block_size), np.int32)
     places = np.arange(max(0, len(tokens) - block_size), len(tokens))
     tail[0, places % block_size] = tokens[places]
-    return Rows(
+    row = Rows(
         ids=(record.key,),
         versions=(record.version,),
-        tables=(table,),
+        used=(),
+        traits=(),
+        tables=tables_of((table,), block_size),
         tail_RB=locked(tail),
         tail_logprob_RB=locked(np.zeros((1, block_size), np.float32)),
         sealed=((),),
@@ -296,6 +355,7 @@ def make_row(
         tail_hidden=((),),
         **{name: frozen((values[name],), dtype) for name, dtype in _COLUMNS.items()},
     )
+    return _summed(row)
 
 
 def unsealed(rows: Rows, row: int) -> tuple[np.ndarray, np.ndarray]:
@@ -486,7 +546,7 @@ def check_rows(host: HostState, block_size: int) -> None:
     assert len(set(rows.ids)) == len(rows.ids)
     assert sorted([*rows.ids, *host.waiting]) == sorted(host.requests)
     blocks_R = -(-rows.num_computed_R // block_size)
-    assert [len(t) for t in rows.tables] == blocks_R.tolist(), "a table has a wrong length"
+    assert rows.tables.length_R.tolist() == blocks_R.tolist(), "a table has a wrong length"
     coming_R = num_coming(host)
     assert (rows.num_computed_R <= rows.num_tokens_R + np.maximum(coming_R - 1, 0)).all()
     assert (rows.num_tokens_R + coming_R <= rows.limit_R).all()
@@ -502,11 +562,16 @@ def check_rows(host: HostState, block_size: int) -> None:
         if record.version is not None:
             users[record.version] = users.get(record.version, 0) + 1
     assert users == dict(host.adapters.users)
-    assert {v for v in rows.versions if v is not None} <= set(host.adapters.resident)
+    places = host.adapters.resident
+    slots = [-1 if version is None else places[version].slot for version in rows.versions]
+    assert rows.slot_R.tolist() == slots, "a row's adapter is elsewhere"
+    summed = _summed(rows)
+    assert (rows.used, rows.traits) == (summed.used, summed.traits)
     for row, request_id in enumerate(rows.ids):
         record = host.requests[request_id]
         assert rows.versions[row] == record.version
         assert rows.num_known_R[row] == len(record.request.tokens) + len(record.generated)
+        assert rows.newest_R[row] == rows.tail_RB[row, (rows.num_tokens_R[row] - 1) % block_size]
         assert len(unsealed(rows, row)[0]) == min(
             rows.num_tokens_R[row] % block_size, rows.num_tokens_R[row] - rows.num_known_R[row]
         )

@@ -71,6 +71,10 @@ class InFlightError(StepError):
     """The next step cannot be planned before the one in flight is committed."""
 
 
+class KernelError(PurestepError, RuntimeError):
+    """A kernel cannot be compiled, or does not fit the device, for these shapes."""
+
+
 class BatchFileError(PurestepError, ValueError):
     """A batch run cannot start or go on: its files contradict each other or an option."""
 

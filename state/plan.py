@@ -12,6 +12,7 @@ from purestep.state.pytree import tree
 from purestep.state.request import Completion
 from purestep.state.sampling import LogitEdits
 from purestep.state.scores import Scores
+from purestep.state.tables import Tables
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,7 +130,7 @@ class StepPlan:
     count_R: np.ndarray  # int32, its tokens in this step
     tokens_T: np.ndarray  # int32, row after row, without padding; -1 where no id is known
     gathered_T: np.ndarray  # int32, place of the id among the draws of the plan before, else -1
-    tables: tuple[np.ndarray, ...]  # int32 block ids, one table a row
+    tables: Tables  # one table a row
     slot_R: np.ndarray  # int32, -1 = base
     residents: tuple[Residence, ...]  # the adapters of these rows, by slot
     sampled_R: np.ndarray  # bool: the row's last token in this step is its last known one

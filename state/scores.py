@@ -18,16 +18,20 @@ class Scores:
 
 def joined(chunks: Sequence[Scores], width: int) -> Scores:
     """The chunks of one request in a row; `width` is K, where there are none."""
-    none = Scores(
-        logprob_N=np.zeros(0, np.float32),
-        top_id_NK=np.zeros((0, width), np.int32),
-        top_logprob_NK=np.zeros((0, width), np.float32),
-    )
-    parts = [none, *chunks]
+    parts = [nothing(0, width), *chunks]
     return Scores(
         logprob_N=locked(np.concatenate([p.logprob_N for p in parts])),
         top_id_NK=locked(np.concatenate([p.top_id_NK for p in parts])),
         top_logprob_NK=locked(np.concatenate([p.top_logprob_NK for p in parts])),
+    )
+
+
+def nothing(count: int, width: int) -> Scores:
+    """Zeros for so many tokens, of so many likeliest."""
+    return Scores(
+        logprob_N=np.zeros(count, np.float32),
+        top_id_NK=np.zeros((count, width), np.int32),
+        top_logprob_NK=np.zeros((count, width), np.float32),
     )
 
 

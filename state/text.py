@@ -7,6 +7,7 @@ import numpy as np
 from blake3 import blake3
 
 from purestep.state.hashing import framed
+from purestep.state.scores import locked
 
 
 class TokenTable:
@@ -16,11 +17,12 @@ class TokenTable:
     shows a replacement character that the text does not have.
     """
 
-    __slots__ = ("_digest", "_whole", "pieces")
+    __slots__ = ("_digest", "_length", "_whole", "pieces")
 
     def __init__(self, pieces: Iterable[bytes]) -> None:
         self.pieces = tuple(pieces)
         self._whole = tuple(map(_whole, self.pieces))
+        self._length = locked(np.array([*map(len, self.pieces), 0], np.int32))
         self._digest = blake3(framed("purestep/tokens/1", *self.pieces)).digest()
 
     def __eq__(self, other: object) -> bool:
@@ -37,9 +39,14 @@ class TokenTable:
         """The bytes of one token; none for an id the tokenizer does not know."""
         return self.pieces[token] if token < len(self.pieces) else b""
 
-    def whole(self, token: int) -> str | None:
-        """The text of one token by itself; None where it holds parts of characters."""
-        return self._whole[token] if token < len(self._whole) else ""
+    def wholes(self, tokens: np.ndarray) -> list[str | None]:
+        """The text of each token by itself; None for one that holds parts of characters."""
+        whole, known = self._whole, len(self._whole)
+        return [whole[t] if t < known else "" for t in tokens.tolist()]
+
+    def lengths(self, tokens: np.ndarray) -> np.ndarray:
+        """int32, how many bytes each token adds."""
+        return self._length.take(tokens, mode="clip")
 
     def join(self, tokens: np.ndarray) -> bytes:
         """The bytes of a run of tokens; ids the tokenizer does not know add nothing."""

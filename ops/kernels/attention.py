@@ -37,6 +37,7 @@ def _step(
     half,
     M,
     at,
+    limit,
     first_key,
     high,
     scale,
@@ -72,7 +73,7 @@ def _step(
         k = tl.load(k_ptr, mask=(h < H)[:, None], other=0.0)
     s = tl.dot(q, k, input_precision=PRECISION)
     if MASKED:
-        visible = seen[None, :] & (index[None, :] <= at[:, None])
+        visible = seen[None, :] & (index[None, :] < limit[:, None])
         if WINDOW > 0:
             visible &= index[None, :] > at[:, None] - WINDOW
         s = tl.where(visible, s, float("-inf"))
@@ -99,6 +100,7 @@ def _attend(
     start_ptr,
     context_ptr,
     table_ptr,
+    end_ptr,
     T,
     num_rows,
     half,
@@ -116,6 +118,7 @@ def _attend(
     WINDOW: tl.constexpr,
     SPLITS: tl.constexpr,
     ROWS: tl.constexpr,
+    ENDS: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     head, split = tl.program_id(1), tl.program_id(2)
@@ -158,7 +161,12 @@ def _attend(
         other=0.0,
     )
     at = position + query
+    limit = at + 1
     low, high = 0, tl.minimum(position + count, context)
+    if ENDS:
+        end_m = tl.load(end_ptr + token, mask=real & live, other=0).to(tl.int32)
+        limit = tl.maximum(limit, end_m)
+        high = tl.minimum(tl.maximum(position + count, tl.max(end_m, 0)), context)
     if WINDOW > 0:
         low = tl.maximum(position - WINDOW + 1, 0) // BLOCK_C * BLOCK_C
     first_key = low
@@ -176,13 +184,13 @@ def _attend(
         interior = tl.maximum(low, tl.minimum(high, position + 1) // BLOCK_C * BLOCK_C)
         for key in range(low, interior, BLOCK_C):
             top, mass, acc = _step(
-                q, kv_ptr, table_ptr, key, row, head, half, M, at, first_key, high, scale,
-                top, mass, acc, K, H, BLOCK_H, BLOCK_SIZE, BLOCK_C, WINDOW, False, PRECISION,
+                q, kv_ptr, table_ptr, key, row, head, half, M, at, limit, first_key, high,
+                scale, top, mass, acc, K, H, BLOCK_H, BLOCK_SIZE, BLOCK_C, WINDOW, False, PRECISION,
             )  # fmt: skip
     for key in range(interior, high, BLOCK_C):
         top, mass, acc = _step(
-            q, kv_ptr, table_ptr, key, row, head, half, M, at, first_key, high, scale,
-            top, mass, acc, K, H, BLOCK_H, BLOCK_SIZE, BLOCK_C, WINDOW, True, PRECISION,
+            q, kv_ptr, table_ptr, key, row, head, half, M, at, limit, first_key, high,
+            scale, top, mass, acc, K, H, BLOCK_H, BLOCK_SIZE, BLOCK_C, WINDOW, True, PRECISION,
         )  # fmt: skip
     n = token * (K * G) + head * G + group
     if SPLITS > 1:
@@ -243,13 +251,14 @@ def launch(
     block_table_RM: Tensor,
     scale: float,
     window: int = 0,
+    end_T: Tensor | None = None,
     uniform: bool = False,
     splits: int | None = None,
     shape: tuple[int, int, int, int] | None = None,
 ) -> Tensor:
     """`scale` is above 0. `uniform` promises one query a row, that of token r for row r; rows
-    without context are padding. Only then keys are split. `shape` is (BLOCK_M, BLOCK_C, warps,
-    stages)."""
+    without context are padding. Only then keys are split. No end is read of a row with one query.
+    `shape` is (BLOCK_M, BLOCK_C, warps, stages)."""
     (T, N, H), (R, M) = q_TNH.shape, block_table_RM.shape
     K, block_size = kv.shape[3], kv.shape[2]
     if q_TNH.stride(2) != 1 or q_TNH.stride(1) != H:
@@ -279,6 +288,7 @@ def launch(
             query_start_R1,
             context_len_R,
             block_table_RM,
+            end_T,
             T,
             R,
             kv.stride(0),
@@ -296,6 +306,7 @@ def launch(
             WINDOW=window,
             SPLITS=Z,
             ROWS=rows,
+            ENDS=end_T is not None and not few,
             PRECISION="ieee" if wide else "tf32",
             num_warps=warps,
             num_stages=stages,

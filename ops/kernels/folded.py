@@ -9,16 +9,18 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from purestep.ops.kernels.deltas import CHUNK, FORMATS, shrunk_of, tile_of
+from purestep.ops.kernels.deltas import CHUNK, FORMATS, nothing, shrunk_of, tile_of
 from purestep.ops.kernels.elementwise import activated
 from purestep.ops.lora_linear import Shrunk
 
-REGISTERS = 64  # of a thread: so many programs run at once that their waits for memory overlap
+# Of a thread, so that many programs run at once and their waits for memory overlap.
+SILU_REGISTERS, ROPE_REGISTERS = 64, 80
 
 
 @triton.jit
-def _sum(ptr, slab, offset, mask, PARTS: tl.constexpr):
-    x = tl.load(ptr + offset, mask=mask, other=0.0).to(tl.float32)
+def _addend(ptr, slab, offset, mask, PARTS: tl.constexpr):
+    """The product, fp32 where it has addends."""
+    x = tl.load(ptr + offset, mask=mask, other=0.0)
     for part in tl.static_range(1, PARTS):
         x += tl.load(ptr + part * slab + offset, mask=mask, other=0.0)
     return x
@@ -35,7 +37,7 @@ def _gated_mul(
     token_ptr,
     slab,
     F,
-    h_width,
+    h_slice,
     h_slab,
     PARTS: tl.constexpr,
     H_PARTS: tl.constexpr,
@@ -46,9 +48,10 @@ def _gated_mul(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if tl.load(token_ptr + tl.program_id(1) * BLOCK_T) < 0:  # an unused tile
-        return
+    first = tl.load(token_ptr + tl.program_id(1) * BLOCK_T)
     t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
+    if first < 0:  # an unused tile
+        return
     f = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     live = here[:, None]
     if EVEN:
@@ -56,9 +59,9 @@ def _gated_mul(
     else:
         live &= (f < F)[None, :]
     at_y = t[:, None] * (2 * F) + f[None, :]
-    gate = _sum(y_ptr, slab, at_y, live, PARTS)
-    up = _sum(y_ptr, slab, at_y + F, live, PARTS)
-    h_row = h_ptr + t * h_width
+    gate = _addend(y_ptr, slab, at_y, live, PARTS).to(tl.float32)
+    up = _addend(y_ptr, slab, at_y + F, live, PARTS).to(tl.float32)
+    h_row = h_ptr + t * (2 * h_slice)
     for at in range(low, high):
         row = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
         b_mask = (row >= 0)[:, None]
@@ -68,7 +71,7 @@ def _gated_mul(
         h = shrunk_of(h_row, here, at, h_slab, H_PARTS, DTYPE)
         b = tl.load(b_ptrs, mask=b_mask, other=0.0)
         gate = tl.dot(h, b, gate, input_precision=PRECISION)
-        h = shrunk_of(h_row + h_width // 2, here, at, h_slab, H_PARTS, DTYPE)
+        h = shrunk_of(h_row + h_slice, here, at, h_slab, H_PARTS, DTYPE)
         b = tl.load(b_ptrs + F, mask=b_mask, other=0.0)
         up = tl.dot(h, b, up, input_precision=PRECISION)
     gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
@@ -95,7 +98,7 @@ def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool, shrunk: Shrunk) -> Tens
         *deltas[2:],
         T * 2 * F,
         F,
-        h.shape[2],
+        h.shape[2] // 2,
         h.stride(0),
         PARTS=y.shape[0] if y.dim() == 3 else 0,
         H_PARTS=h.shape[0],
@@ -107,9 +110,16 @@ def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool, shrunk: Shrunk) -> Tens
         PRECISION="ieee" if wide else "tf32",
         num_warps=warps,
         num_stages=1,
-        maxnreg=REGISTERS if BLOCK_T == 16 else None,
+        maxnreg=SILU_REGISTERS if BLOCK_T == 16 else None,
     )
     return o_TF
+
+
+@triton.jit
+def _scaled(x, scale, w_ptrs, mask, DTYPE: tl.constexpr):
+    """Normed, rounded, times the weights, rounded."""
+    w = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
+    return ((x * scale).to(DTYPE).to(tl.float32) * w).to(DTYPE).to(tl.float32)
 
 
 @triton.jit
@@ -129,13 +139,14 @@ def _rope_write(
     slab,
     half,
     eps,
-    h_width,
+    h_slice,
     h_slab,
     N: tl.constexpr,
     K: tl.constexpr,
     H: tl.constexpr,
     C: tl.constexpr,
-    BLOCK_H: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    BLOCK_R: tl.constexpr,
     PARTS: tl.constexpr,
     H_PARTS: tl.constexpr,
     NORM: tl.constexpr,
@@ -143,53 +154,71 @@ def _rope_write(
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    if tl.load(token_ptr + tl.program_id(1) * BLOCK_T) < 0:  # an unused tile
+    first = tl.load(token_ptr + tl.program_id(1) * BLOCK_T)
+    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
+    if first < 0:  # an unused tile
         return
     n = tl.program_id(0)
-    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
-    h = tl.arange(0, BLOCK_H)
+    # A head in three: the two halves that turn each other, and what does not turn.
+    HALF: tl.constexpr = C // 2
+    c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
+    in_c, in_r = (c < HALF)[None, :], (r < H - C)[None, :]
+    live_c, live_r = here[:, None] & in_c, here[:, None] & in_r
     width: tl.constexpr = (N + 2 * K) * H
-    other = tl.where(h < C // 2, h + C // 2, h - C // 2)
-    if C % 16 == 0:  # said, so that accesses are 16 bytes wide
-        other = tl.max_contiguous(tl.multiple_of(other, 8), 8)
-    live = here[:, None] & (h < H)[None, :]
-    turns = here[:, None] & (h < C)[None, :] & (n < N + K)
-    y_row = y_ptr + t[:, None] * width + n * H
-    x = _sum(y_row, slab, h[None, :], live, PARTS)
-    partner = _sum(y_row, slab, other[None, :], turns, PARTS)
+    y_at = (t * width + n * H)[:, None]
+    x1 = _addend(y_ptr, slab, y_at + c[None, :], live_c, PARTS)
+    x2 = _addend(y_ptr, slab, y_at + HALF + c[None, :], live_c, PARTS)
+    delta1, delta2 = nothing(BLOCK_T, BLOCK_C), nothing(BLOCK_T, BLOCK_C)
+    if C < H:
+        rest = _addend(y_ptr, slab, y_at + C + r[None, :], live_r, PARTS)
+        rest_delta = nothing(BLOCK_T, BLOCK_R)
     slice_of = (n >= N).to(tl.int32) + (n >= N + K).to(tl.int32)
-    h_row = h_ptr + t * h_width + slice_of * (h_width // 3)
+    h_row = h_ptr + (t * 3 + slice_of) * h_slice
     for at in range(low, high):
         row = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
-        b_row = b_ptr + row.to(tl.int64)[:, None] * width + n * H
+        known = (row >= 0)[:, None]
+        b_row = b_ptr + (row.to(tl.int64) * width + n * H)[:, None]
         shrunk = shrunk_of(h_row, here, at, h_slab, H_PARTS, DTYPE)
-        b = tl.load(b_row + h[None, :], mask=(row >= 0)[:, None] & (h < H)[None, :], other=0.0)
-        x = tl.dot(shrunk, b, x, input_precision=PRECISION)
-        b_mask = (row >= 0)[:, None] & (h < C)[None, :] & (n < N + K)
-        b = tl.load(b_row + other[None, :], mask=b_mask, other=0.0)
-        partner = tl.dot(shrunk, b, partner, input_precision=PRECISION)
-    x, partner = x.to(DTYPE).to(tl.float32), partner.to(DTYPE).to(tl.float32)
+        b = tl.load(b_row + c[None, :], mask=known & in_c, other=0.0)
+        delta1 = tl.dot(shrunk, b, delta1, input_precision=PRECISION)
+        b = tl.load(b_row + HALF + c[None, :], mask=known & in_c, other=0.0)
+        delta2 = tl.dot(shrunk, b, delta2, input_precision=PRECISION)
+        if C < H:
+            b = tl.load(b_row + C + r[None, :], mask=known & in_r, other=0.0)
+            rest_delta = tl.dot(shrunk, b, rest_delta, input_precision=PRECISION)
+    x1 = (x1.to(tl.float32) + delta1).to(DTYPE).to(tl.float32)
+    x2 = (x2.to(tl.float32) + delta2).to(DTYPE).to(tl.float32)
+    if C < H:
+        rest = (rest.to(tl.float32) + rest_delta).to(DTYPE).to(tl.float32)
+    turns = n < N + K
     if NORM:
-        scale = tl.rsqrt(tl.sum(x * x, 1) / H + eps)[:, None]
-        normed = n < N + K
-        w = tl.load(norm_ptr + n * H + h, mask=(h < H) & normed, other=0.0).to(tl.float32)
-        w_partner = tl.load(norm_ptr + n * H + other, mask=(h < C) & normed, other=0.0)
-        w_partner = w_partner.to(tl.float32)[None, :]
-        scaled = ((x * scale).to(DTYPE).to(tl.float32) * w[None, :]).to(DTYPE).to(tl.float32)
-        x = tl.where(normed, scaled, x)
-        partner = ((partner * scale).to(DTYPE).to(tl.float32) * w_partner).to(DTYPE).to(tl.float32)
-    at_cos = t[:, None] * C + h[None, :]
-    cos = tl.load(cos_ptr + at_cos, mask=turns, other=1.0).to(tl.float32)
-    sin = tl.load(sin_ptr + at_cos, mask=turns, other=0.0).to(tl.float32)
-    sign = tl.where(h < C // 2, -1.0, 1.0)[None, :]
-    turned = x * cos + sign * partner * sin
-    x = tl.where(turns, turned, x).to(DTYPE)
+        if turns:
+            square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+            if C < H:
+                square += tl.sum(rest * rest, 1)
+            scale = tl.rsqrt(square / H + eps)[:, None]
+            w_row = norm_ptr + n * H
+            x1 = _scaled(x1, scale, w_row + c, c < HALF, DTYPE)
+            x2 = _scaled(x2, scale, w_row + HALF + c, c < HALF, DTYPE)
+            if C < H:
+                rest = _scaled(rest, scale, w_row + C + r, r < H - C, DTYPE)
+    at_cos = t[:, None] * C + c[None, :]
+    cos1 = tl.load(cos_ptr + at_cos, mask=live_c & turns, other=1.0).to(tl.float32)
+    sin1 = tl.load(sin_ptr + at_cos, mask=live_c & turns, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos_ptr + HALF + at_cos, mask=live_c & turns, other=1.0).to(tl.float32)
+    sin2 = tl.load(sin_ptr + HALF + at_cos, mask=live_c & turns, other=0.0).to(tl.float32)
+    o1 = tl.where(turns, x1 * cos1 - x2 * sin1, x1).to(DTYPE)
+    o2 = tl.where(turns, x2 * cos2 + x1 * sin2, x2).to(DTYPE)
     if n < N:
-        tl.store(q_ptr + (t * (N * H) + n * H)[:, None] + h[None, :], x, mask=live)
+        target, written = q_ptr + t * (N * H) + n * H, here
     else:
         place = tl.load(index_ptr + t, mask=here, other=-1).to(tl.int64)
-        target = place * (K * H) + ((n - N) % K) * H + slice_of // 2 * half
-        tl.store(kv_ptr + target[:, None] + h[None, :], x, mask=live & (place >= 0)[:, None])
+        target = kv_ptr + place * (K * H) + ((n - N) % K) * H + slice_of // 2 * half
+        written = here & (place >= 0)
+    tl.store(target[:, None] + c[None, :], o1, mask=written[:, None] & in_c)
+    tl.store(target[:, None] + HALF + c[None, :], o2, mask=written[:, None] & in_c)
+    if C < H:
+        tl.store(target[:, None] + C + r[None, :], rest.to(DTYPE), mask=written[:, None] & in_r)
 
 
 def rope_warps(BLOCK_T: int) -> int:
@@ -207,7 +236,7 @@ def rope_write_(
     shrunk: Shrunk,
 ) -> Tensor:
     h, deltas = shrunk
-    T, K, H = y.shape[-2], kv.shape[3], kv.shape[4]
+    T, K, H, C = y.shape[-2], kv.shape[3], kv.shape[4], cos_TC.shape[1]
     N = y.shape[-1] // H - 2 * K
     q_TNH = torch.empty((T, N, H), dtype=kv.dtype, device=y.device)
     X, BLOCK_T = deltas.token_XI.shape
@@ -225,13 +254,14 @@ def rope_write_(
         T * y.shape[-1],
         kv.stride(0),
         eps,
-        h.shape[2],
+        h.shape[2] // 3,
         h.stride(0),
         N=N,
         K=K,
         H=H,
-        C=cos_TC.shape[1],
-        BLOCK_H=max(16, triton.next_power_of_2(H)),
+        C=C,
+        BLOCK_C=max(16, triton.next_power_of_2(C // 2)),
+        BLOCK_R=max(16, triton.next_power_of_2(H - C)),
         PARTS=y.shape[0] if y.dim() == 3 else 0,
         H_PARTS=h.shape[0],
         NORM=norm_NH is not None,
@@ -240,6 +270,6 @@ def rope_write_(
         PRECISION="ieee" if kv.dtype == torch.float32 else "tf32",
         num_warps=rope_warps(BLOCK_T),
         num_stages=1,
-        maxnreg=REGISTERS if BLOCK_T == 16 else None,
+        maxnreg=ROPE_REGISTERS if BLOCK_T == 16 else None,
     )
     return q_TNH

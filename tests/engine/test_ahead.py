@@ -13,6 +13,7 @@ from purestep.engine import (
     abort,
     fcfs,
     fork,
+    init,
     progress,
     schedule,
     step,
@@ -49,6 +50,17 @@ def test_same_tokens_with_arrivals_and_ends(eager_graphs: list[int]) -> None:
     for name, done in want.items():
         assert got[name].tokens.tolist() == done.tokens.tolist()
         np.testing.assert_allclose(got[name].logprobs, done.logprobs, atol=1e-5)
+
+
+def test_rows_that_ask_for_the_likeliest_tokens_are_guessed_too(eager_graphs: list[int]) -> None:
+    requests = [request(str(n), prompt(n, 6), logprobs=n - 1, max_tokens=6) for n in range(1, 4)]
+    plain, ahead = pair()
+    _, want = run(plain, init(plain), [request("0", prompt(0, 6)), *requests])
+    _, got = run(ahead, init(ahead), [request("0", prompt(0, 6)), *requests])
+    assert eager_graphs, "nothing was replayed"
+    for name, done in want.items():
+        assert got[name].tokens.tolist() == done.tokens.tolist()
+        np.testing.assert_array_equal(got[name].top_ids, done.top_ids)
 
 
 def test_same_tokens_with_preemption(eager_graphs: list[int]) -> None:

@@ -295,7 +295,7 @@ def test_a_fork_may_have_another_size(copied: bool) -> None:
     state = mid_decode(program)
     if copied:
         state = branch(state, "a", ["twin"])
-    live = len(state.host.blocks.refs)
+    live = state.host.blocks.num_held
     small = fork(program, state, num_blocks=live + 9)
     check_host(small.host, 4)
     assert tokens_of(run(program, small)[1]) == tokens_of(run(program, state)[1])

@@ -118,10 +118,10 @@ def test_the_command_line_knows_the_backend(tmp_path: Path) -> None:
     """As the README has it."""
     write_task(tmp_path)
     command = [sys.executable, "-m", "purestep.engine.lm_eval", "--model", "purestep", "--tasks"]
-    options = f"pretrained={bytes_checkpoint()},device=cpu,dtype=float32,max_rows=8"
+    options = f"pretrained={bytes_checkpoint()},dtype=float32,max_rows=8"
     files = ["--include_path", str(tmp_path), "--output_path", str(tmp_path / "out.json")]
     done = subprocess.run(
-        [*command, "sums", "--model_args", options, *files],
+        [*command, "sums", "--model_args", options, "--device", "cpu", *files],
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

@@ -45,7 +45,9 @@ PATCH = 5  # numbers that one embedding is made from
 CALLS: list[list[tuple[int, ...]]] = []  # shapes of the items of each encoder call
 
 
-def encode(params: torch.Tensor, config: Any, items: Sequence[Any]) -> list[torch.Tensor]:
+def encode(
+    params: torch.Tensor, config: Any, items: Sequence[Any], adapters: Any
+) -> list[torch.Tensor]:
     """Rows as views of one batch where the items are alike, as a careless tower gives them."""
     CALLS.append([tuple(item["pixels"].shape) for item in items])
     rows = torch.tanh(torch.cat([item["pixels"] for item in items]) @ params)

@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from purestep.engine import Program, load_program, memory
 from purestep.engine.cli import main
-from purestep.engine.memory import encoder_cache_bytes, kv_block_bytes
+from purestep.engine.memory import encoder_cache_bytes, kv_block_bytes, tower_rows_bytes
 from purestep.engine.memory_encoder import (
     computed_bytes,
     encoder_peak_bytes,
@@ -138,6 +138,22 @@ def test_plan_counts_the_tower(kind: str, capsys: pytest.CaptureFixture[str]) ->
     assert f"{encoder['largest_step']:,} B" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_plan_counts_the_adapters_of_a_tower(kind: str, capsys: pytest.CaptureFixture[str]) -> None:
+    folder, options = str(saved(kind)[0]), ["--dtype=float32", "--rank=8", "--max-adapters=3"]
+    assert main(["plan", folder, *options, "--json"]) == 0
+    without = json.loads(capsys.readouterr().out)["adapters"]
+    assert main(["plan", folder, *options, "--lora-tower", "--json"]) == 0
+    adapters = json.loads(capsys.readouterr().out)["adapters"]
+    config = load_program(folder, device="cpu", num_blocks=9, lora_rows=24).config
+    assert config.lora_tower, "the default on a CPU"
+    assert 3 * adapters["tower"] == tower_rows_bytes(config) > without["tower"] == 0
+    assert adapters["total"] - without["total"] == tower_rows_bytes(config)
+    assert adapters["host"] - without["host"] == adapters["tower"]
+    assert main(["plan", folder, *options, "--lora-tower"]) == 0
+    assert f"{adapters['tower']:,} B" in capsys.readouterr().out
+
+
 def test_plan_of_a_text_model_has_no_tower(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -147,6 +163,8 @@ def test_plan_of_a_text_model_has_no_tower(
     )
     assert main(["plan", str(tmp_path), "--json"]) == 0
     assert "encoder" not in json.loads(capsys.readouterr().out)
+    assert main(["plan", str(tmp_path), "--lora-tower"]) == 2
+    assert "lora_tower=True, but this model has no vision tower" in capsys.readouterr().err
 
 
 @pytest.mark.gpu
@@ -159,7 +177,7 @@ def test_measured_on_a_gpu(kind: str) -> None:
     loaded = torch.cuda.memory_allocated()
     settings = load(kind).processor.to_dict()
     one, more = (
-        measured_bytes(vision, vision.family.heaviest(vision.config, settings, n), "cuda")
+        measured_bytes(vision, vision.family.heaviest(vision.config, settings, n), "cuda", None)
         for n in (0, 4000)
     )
     assert 0 < one < more

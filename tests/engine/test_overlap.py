@@ -39,7 +39,7 @@ from purestep.engine import (
     submit,
     with_weights,
 )
-from purestep.engine.pack import Staging, gather_
+from purestep.engine.pack import gather_
 from purestep.engine.pending import Ring
 from purestep.state.engine import check_host
 from purestep.state.errors import InFlightError, StepError, TornStateError
@@ -388,7 +388,7 @@ def test_ids_are_gathered_where_the_plan_says(gathered: list[int]) -> None:
     plan: StepPlan = replace(plan, gathered_T=frozen([*gathered, -1, 0]))
     token_T = torch.arange(100, 100 + len(gathered) + 3)
     want = [token if g < 0 else 7 * g for g, token in zip(plan.gathered_T, token_T, strict=False)]
-    gather_(token_T, plan, 7 * torch.arange(7, dtype=torch.int32), Staging())
+    gather_(token_T, plan, 7 * torch.arange(7, dtype=torch.int32))
     assert token_T.tolist() == [*want, 100 + len(gathered) + 2]
 
 

@@ -60,9 +60,9 @@ def counted(program: Program) -> tuple[Program, list[int]]:
     """The program, and how many items each of its encoder calls gets."""
     vision, calls = program.vision, []
 
-    def encode(params: Any, config: Any, items: Sequence[Any]) -> Any:
+    def encode(params: Any, config: Any, items: Sequence[Any], adapters: Any) -> Any:
         calls.append(len(items))
-        return vision.family.encode(params, config, items)
+        return vision.family.encode(params, config, items, adapters)
 
     family = replace(vision.family, encode=encode)
     return replace(program, vision=replace(vision, family=family)), calls

@@ -1,8 +1,9 @@
 """`make demo`: one mixed batch over a real model, then states as values.
 
 Three kinds of requests share every step: the base model, the adapter `shout` (answers in capitals)
-and the adapter `json` (answers as one JSON object). Afterwards one state is branched, forked,
-snapshot, killed and restored, and must give the same tokens each time.
+and the adapter `json` (answers as one JSON object), each about texts and about pictures, which
+`demo_out/contact_sheet.png` shows with what was said of them. Afterwards one state is branched,
+forked, snapshot, killed and restored, and must give the same tokens each time.
 """
 
 import json
@@ -13,7 +14,7 @@ import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from tqdm import tqdm
@@ -39,11 +40,15 @@ from purestep.engine import (
     submit,
 )
 from purestep.engine.memory import memory_summary
+from tests.examples.contact_sheet import Cell, draw_sheet
+from tests.examples.evaluate_vlm import Sample, picture_request, samples
 from tests.examples.prompts import HELD_OUT, messages
-from tests.examples.smollm2 import smollm2_dir
+from tests.examples.vlm import shapes_vlm_dir
 
 ADAPTERS = {name: Path(__file__).parent / "adapters" / name for name in ("shout", "json")}
 GREEDY = SamplingParams(temperature=0, max_tokens=64)
+SHEET = Path("demo_out/contact_sheet.png")
+WHO = ("base", *ADAPTERS)
 
 
 def main() -> None:
@@ -57,24 +62,23 @@ def main() -> None:
 
 
 def demo_program() -> Program:
-    return load_program(smollm2_dir(), max_rows=16, max_context=1024, seed=7)
+    return load_program(shapes_vlm_dir(), max_rows=16, max_context=1024, seed=7)
 
 
-def mixed_requests(program: Program) -> Iterator[Request]:
-    """Eight questions, each to the base model and to both adapters."""
-    for n, question in enumerate(HELD_OUT[:8]):
-        for adapter in (None, "shout", "json"):
-            yield prepare(
-                program,
-                messages(question),
-                id=f"{adapter or 'base'}-{n}",
-                adapter=adapter,
-                sampling=GREEDY,
-            )
+def mixed_requests(program: Program, shown: Sequence[Sample]) -> Iterator[Request]:
+    """As many questions in words alone and about pictures, each to the base model and to both
+    adapters."""
+    for n, (question, sample) in enumerate(zip(HELD_OUT, shown, strict=False)):
+        for who in WHO:
+            adapter = None if who == "base" else who
+            chat = messages(question)
+            yield prepare(program, chat, id=f"{who}-{n}", adapter=adapter, sampling=GREEDY)
+            yield picture_request(program, sample, f"{who}-picture-{n}", adapter=adapter)
 
 
 def mixed_batch(program: Program) -> None:
-    requests = list(mixed_requests(program))
+    shown = list(samples(2))
+    requests = list(mixed_requests(program, shown))
     steps: list[Outputs] = []
     done: list[Completion] = []
     start = time.perf_counter()
@@ -82,10 +86,22 @@ def mixed_batch(program: Program) -> None:
         program, requests, adapters=ADAPTERS, progress=True, on_step=steps.append
     ):
         done.append(completion)
-        question = HELD_OUT[int(completion.id.split("-")[1])]
-        tqdm.write(f"{completion.id:8} {question}\n         {' '.join(completion.text.split())}")
+        *_, kind, n = completion.id.split("-")
+        question = shown[int(n)].question.text if kind == "picture" else HELD_OUT[int(n)]
+        tqdm.write(f"{completion.id:15} {question}")
+        tqdm.write(f"{'':15} {' '.join(completion.text.split())}")
     seconds = time.perf_counter() - start
     print_table(done, steps, seconds)
+    show_pictures(shown, {completion.id: completion.text for completion in done})
+
+
+def show_pictures(shown: Sequence[Sample], texts: Mapping[str, str]) -> None:
+    answers = [{who: texts[f"{who}-picture-{n}"] for who in WHO} for n in range(len(shown))]
+    right = sum(a["base"] == s.question.answer for a, s in zip(answers, shown, strict=True))
+    draw_sheet(
+        [Cell(s.picture, s.question.text, a) for s, a in zip(shown, answers, strict=True)], SHEET
+    )
+    print(f"the base model is right about {right} of {len(shown)} pictures: see {SHEET}")
 
 
 def print_table(done: list[Completion], steps: list[Outputs], seconds: float) -> None:
@@ -116,7 +132,7 @@ def half_way(program: Program) -> EngineState:
     state = init(program)
     for name, folder in ADAPTERS.items():
         state = load_adapter(state, folder, name=name)
-    for name in ("base", *ADAPTERS):
+    for name in WHO:
         adapter = None if name == "base" else name
         question = messages("What is the capital of France?")
         state = submit(state, prepare(program, question, id=name, adapter=adapter, sampling=GREEDY))

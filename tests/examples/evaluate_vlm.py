@@ -28,6 +28,8 @@ SHORT = SamplingParams(temperature=0, max_tokens=24)
 BLANK = Image.new("RGB", (SIDE, SIDE), "white")
 FORMS: dict[str, Callable[[str], str]] = {recipe.name: recipe.rewrite for recipe in RECIPES}
 
+FOLDERS = {name: ADAPTERS / name for name in FORMS}
+
 
 @dataclass(frozen=True, slots=True)
 class Sample:
@@ -42,13 +44,13 @@ def samples(count: int, *, groups: int = 1, seed: int = SEED) -> Iterator[Sample
     while any(left.values()):
         scene = make_scene(source, held_out=True, groups=groups)
         asked = {question.kind: question for question in questions(scene, source)}
-        kind = max((k for k in asked), key=lambda k: left[k])
+        kind = max(asked, key=lambda k: left[k])
         if left[kind]:
             left[kind] -= 1
             yield Sample(draw(scene), asked[kind])
 
 
-def request(
+def picture_request(
     program: Program, sample: Sample, id: str, *, adapter: str | None = None, blank: bool = False
 ) -> Request:
     parts = [
@@ -64,15 +66,12 @@ def answers(
 ) -> list[str]:
     """In the order of the samples."""
     requests = (
-        request(program, sample, str(n), adapter=adapter, blank=blank)
+        picture_request(program, sample, str(n), adapter=adapter, blank=blank)
         for n, sample in enumerate(asked)
     )
-    done = generate(program, requests, adapters=ADAPTER_FOLDERS)
+    done = generate(program, requests, adapters=FOLDERS)
     texts = {int(completion.id): completion.text for completion in done}
     return [texts[n] for n in range(len(asked))]
-
-
-ADAPTER_FOLDERS = {name: ADAPTERS / name for name in FORMS}
 
 
 def shares(asked: list[Sample], said: list[str], write: Callable[[str], str]) -> dict[str, float]:
@@ -83,13 +82,16 @@ def shares(asked: list[Sample], said: list[str], write: Callable[[str], str]) ->
     return {kind: sum(values) / len(values) for kind, values in right.items()}
 
 
+def as_it_is(answer: str) -> str:
+    return answer
+
+
 def evaluate(program: Program, count: int) -> dict[str, dict[str, float]]:
     one, two = list(samples(count)), list(samples(count, groups=2))
-    plain: Callable[[str], str] = lambda answer: answer  # noqa: E731
     found = {
-        "pictures": shares(one, answers(program, one), plain),
-        "blank": shares(one, answers(program, one, blank=True), plain),
-        "two groups": shares(two, answers(program, two), plain),
+        "pictures": shares(one, answers(program, one), as_it_is),
+        "blank": shares(one, answers(program, one, blank=True), as_it_is),
+        "two groups": shares(two, answers(program, two), as_it_is),
     }
     for name, write in FORMS.items():
         found[name] = shares(one, answers(program, one, adapter=name), write)

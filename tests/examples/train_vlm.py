@@ -91,7 +91,7 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, default=HERE / VISION, help="file of the weights")
     parser.add_argument("--work", type=Path, default=cache_root() / "train-vlm", help="checkpoints")
-    parser.add_argument("--minutes", type=float, default=6.0, help="to train for, in all")
+    parser.add_argument("--minutes", type=float, default=6.4, help="to train for, in all")
     parser.add_argument("--pictures", type=int, default=400_000, help="to draw")
     parser.add_argument("--held-out", type=int, default=512, help="pictures to look at meanwhile")
     parser.add_argument(

@@ -77,7 +77,7 @@ def search(
         while min(length(state, beam) for beam in beams) < stride * level:
             state, outputs = step(program, state)
             computed += outputs.num_tokens
-            most_blocks = max(most_blocks, len(state.host.blocks.refs))
+            most_blocks = max(most_blocks, state.host.blocks.num_held)
         ranked = sorted(beams, key=lambda beam: -score(state, beam))
         for beam in ranked[width:]:
             state = abort(state, beam)

@@ -103,5 +103,5 @@ def item_adapters(
         rows=rows,
         places=tuple(PLACES.values()),
         slots=tuple(PLACES[name][0] if name else -1 for name in names),
-        device=device,
+        send=lambda arrays: {n: torch.from_numpy(a).to(device) for n, a in arrays.items()},
     )

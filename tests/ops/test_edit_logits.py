@@ -20,7 +20,8 @@ from transformers import (
 
 from purestep.engine.extras import edits_after, edits_of
 from purestep.engine.requests import submit_host
-from purestep.engine.sampling import edit_, process_
+from purestep.engine.sampling import edit_, faults, packed_edits, process_
+from purestep.engine.upload import sent
 from purestep.simulation.world import EOS, VOCAB, toy_config, toy_state
 from purestep.state.engine import progress
 from purestep.state.request import Request, RequestState, frozen
@@ -51,7 +52,7 @@ def edited(logits_SV: Tensor, records: list[RequestState]) -> Tensor:
     edits = chosen(records)
     mine = logits_SV.clone()
     if edits:
-        edit_(mine, edits)
+        edit_(mine, sent(packed_edits(edits), "cpu"))
     return mine
 
 
@@ -148,7 +149,9 @@ PROCESSORS = {
 
 def processed(records: list[RequestState]) -> tuple[Tensor, dict[int, str]]:
     logits = torch.arange(VOCAB).float().repeat(len(records), 1)
-    return logits, process_(logits, chosen(records), PROCESSORS)
+    edits, had = chosen(records), logits.amax(-1).numpy()
+    raised = process_(logits, edits, PROCESSORS)
+    return logits, faults(edits, raised, had, logits.amax(-1).numpy())
 
 
 def test_a_processor_sees_ids_and_logits_of_its_row_alone() -> None:
@@ -189,5 +192,6 @@ def test_a_row_whose_ids_are_all_banned_says_so() -> None:
     record = record_of([1], [], logit_bias=everything)
     logits = torch.zeros(1, VOCAB)
     edits = chosen([record])
-    edit_(logits, edits)
-    assert "no token is left" in process_(logits, edits, {})[0]
+    edit_(logits, sent(packed_edits(edits), "cpu"))
+    largest = logits.amax(-1).numpy()
+    assert "no token is left" in faults(edits, {}, largest, largest)[0]

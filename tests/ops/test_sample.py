@@ -9,7 +9,9 @@ from torch import Tensor
 from transformers import MinPLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 from purestep.ops.sample import (
+    Draws,
     draw,
+    draws_of,
     gumbel_noise,
     keep_min_p,
     keep_top_k,
@@ -34,22 +36,21 @@ def sample(
     """`draw` and `score`, single values standing for every row."""
     S = len(logits)
 
-    def column(value: object, dtype: torch.dtype) -> Tensor:
-        values = value if isinstance(value, list) else [value] * S
-        if dtype == torch.int64:
-            return torch.from_numpy(np.array(values, np.uint64).view(np.int64).copy())
-        return torch.tensor(values, dtype=dtype)
+    def column(value: object, dtype: type) -> np.ndarray:
+        return np.array(value if isinstance(value, list) else [value] * S, dtype)
 
-    token_S = draw(
-        logits,
-        column(temperature, torch.float32),
-        column(top_k, torch.int32),
-        column(top_p, torch.float32),
-        column(min_p, torch.float32),
-        column(stream, torch.int64),
-        column(position, torch.int32),
+    draws = draws_of(
+        column(temperature, np.float32),
+        column(top_k, np.int32),
+        column(top_p, np.float64),
+        column(min_p, np.float32),
+        column(stream, np.uint64),
+        column(position, np.int32),
     )
-    return token_S, score(logits, token_S)
+    largest = min(draws.top_k.max(initial=1), logits.shape[1])
+    tensors = Draws(*map(torch.from_numpy, draws))
+    token_S, bits_S = draw(logits, logits, tensors, int(largest))
+    return token_S.long(), bits_S.view(torch.float32)
 
 
 def logits_of(seed: int, S: int, V: int, scale: float = 3.0) -> Tensor:
@@ -226,14 +227,16 @@ def test_top_k_is_transformers(seed: int, k: int, ties: bool) -> None:
     """SL-05: ties with the k-th stay; a k above the vocabulary keeps all."""
     logits = logits_of(seed, 3, 23)
     logits = logits.round() if ties else logits
-    mine = keep_top_k(logits, torch.full((3,), k, dtype=torch.int32))
+    mine = keep_top_k(logits, torch.full((3,), k, dtype=torch.int32), min(k, 23))
     assert torch.equal(mine, TopKLogitsWarper(k)(None, logits))
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 30), min_size=1, max_size=5))
 def test_each_row_has_its_own_top_k(seed: int, ks: list[int]) -> None:
     logits = logits_of(seed, len(ks), 23)
-    mine = keep_top_k(logits, torch.tensor(ks, dtype=torch.int32))
+    mine = keep_top_k(
+        logits, torch.tensor(ks, dtype=torch.int32), min(max(k or 23 for k in ks), 23)
+    )
     for row, k in enumerate(ks):
         alone = logits[row : row + 1]
         want = TopKLogitsWarper(k)(None, alone) if k else alone
@@ -311,7 +314,7 @@ def test_arguments_are_left_alone() -> None:
 )
 def test_min_p_is_transformers(seed: int, ps: list[float]) -> None:
     """Behind a top-k too, where most tokens are gone; 1.0 leaves the likeliest alone (SL-09)."""
-    logits = keep_top_k(logits_of(seed, len(ps), 23), torch.full((len(ps),), 9))
+    logits = keep_top_k(logits_of(seed, len(ps), 23), torch.full((len(ps),), 9), 9)
     mine = keep_min_p(logits, torch.tensor(ps, dtype=torch.float32))
     for row, p in enumerate(ps):
         want = MinPLogitsWarper(float(np.float32(p)))(None, logits[row : row + 1])

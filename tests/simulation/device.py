@@ -32,7 +32,15 @@ from purestep.engine.step import drop_blobs
 from purestep.simulation.media import content, media_number, moved_number
 from purestep.state.engine import EngineState
 from purestep.state.hashing import framed
-from purestep.state.plan import HiddenRow, LogitEdits, Outputs, ScoredRow, StepPlan, StepResult
+from purestep.state.plan import (
+    EncodedItem,
+    HiddenRow,
+    LogitEdits,
+    Outputs,
+    ScoredRow,
+    StepPlan,
+    StepResult,
+)
 from purestep.state.pytree import tree
 from purestep.state.request import RequestState, frozen
 from purestep.state.scores import Scores
@@ -62,7 +70,12 @@ def cell_after(context: bytes, weights: str, version: str | None, token: int) ->
 
 
 def _reader(weights: str, version: str | None) -> bytes:
-    return weights.encode() + (b"/base" if version is None else b"/lora" + version.encode())
+    return weights.encode() + adapter_reader(version)
+
+
+def adapter_reader(version: str | None) -> bytes:
+    """The adapter of this version, as what is read with it tells."""
+    return b"/base" if version is None else b"/lora" + version.encode()
 
 
 def _cell(context: bytes, who: bytes, token: int) -> bytes:
@@ -141,7 +154,10 @@ def execute(
 ) -> tuple[ToyDevice, StepResult]:
     """What a plan says, done to the toy: uploads, copies, all writes, then all draws."""
     device = _prepared(device, plan, blobs)
-    made = {item.identifier: content(blobs[item.blob]) for item in plan.encodes}
+    made = {
+        item.identifier: content(blobs[item.blob], _encoder_read(device, plan, item))
+        for item in plan.encodes
+    }
     tokens_T = _tokens_read(plan, blobs, device.encoded.update(made), device.drawn)
     kept = {item.identifier: made[item.identifier] for item in plan.encodes if item.keep}
     device = replace(device, encoded=device.encoded.update(kept))
@@ -241,7 +257,16 @@ def _prepared(device: ToyDevice, plan: StepPlan, blobs: Mapping[str, Any]) -> To
 
 def _adapter_read(device: ToyDevice, plan: StepPlan, row: int) -> bytes:
     """The adapter that a row meets, as its slot's row blocks tell it."""
-    slot = int(plan.slot_R[row])
+    return _rows_read(device, plan, int(plan.slot_R[row]))
+
+
+def _encoder_read(device: ToyDevice, plan: StepPlan, item: EncodedItem) -> bytes:
+    """The adapter that an item's encoder meets."""
+    slots = {place.version: place.slot for place in plan.residents}
+    return _rows_read(device, plan, slots.get(item.version, -1))
+
+
+def _rows_read(device: ToyDevice, plan: StepPlan, slot: int) -> bytes:
     if slot < 0:
         return b"/base"
     parts = [

@@ -16,7 +16,7 @@ from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
 from purestep.state.adapters import check_adapters, has_place, pinned_versions
-from purestep.state.blocks import check_blocks, free_order
+from purestep.state.blocks import check_blocks, free_order, held_blocks
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
 from purestep.state.engine import HostState, block_holders, chain, check_rows, encoder_items
 from purestep.state.media import embed_runs, group_embeds, overlap_groups, rows_in_window
@@ -308,7 +308,7 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
             continue
         digests = chain(before.rows, row, before.requests[key])
         held = zip(before.rows.tables[row].tolist(), digests, strict=False)
-        freed = [b for b, d in held if old.refs[b] == 1 and new.digest_of.get(b) == d]
+        freed = [b for b, d in held if old.holders(b) == 1 and new.digest_of.get(b) == d]
         stamps = [new.stamp_of[b] for b in freed if b in new.stamp_of]
         assert all(a > b for a, b in pairwise(stamps)), "the head of a chain goes before its tail"
     queued = [b for b in free_order(old) if b in old.digest_of]
@@ -321,7 +321,7 @@ def law_19_reuse_order(before: HostState, after: HostState) -> None:
     for line, taken in lines:
         newest = max((line.index(b) for b in taken), default=0)
         for block in line[:newest]:
-            moved = block in new.refs or new.stamp_of.get(block) != old.stamp_of[block]
+            moved = new.holders(block) or new.stamp_of.get(block) != old.stamp_of[block]
             assert block in lost or moved, "a block was reused before one released earlier"
 
 
@@ -354,7 +354,7 @@ def law_in_flight_blocks_are_held(host: HostState) -> None:
     for plan in host.in_flight:
         named = {block for table in plan.tables for block in table.tolist()}
         named |= {block for copy in plan.copies for block in copy}
-        free = named - set(host.blocks.refs)
+        free = named - set(held_blocks(host.blocks))
         assert not free, f"blocks {sorted(free)} are free, and step {plan.step} still uses them"
 
 
@@ -418,7 +418,7 @@ def law_m_what_is_needed_stays(after: HostState, plan: StepPlan) -> None:
     for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
         if key not in after.rows.ids:
             continue
-        features = after.requests[key].request.features
+        features = after.requests[key].features
         for group in overlap_groups(features):
             if group_embeds(features, group) > after.encoder.capacity:
                 continue
@@ -439,7 +439,7 @@ def law_m_least_recently_released(before: HostState, after: HostState, plan: Ste
     used = {span.identifier for span in plan.merges}
     for key, computed in zip(before.rows.ids, before.rows.num_computed_R.tolist(), strict=True):
         if key not in after.rows.ids:
-            features = before.requests[key].request.features
+            features = before.requests[key].features
             used |= {feature.identifier for feature in features if feature.end > computed}
     places = [k for k, name in enumerate(order) if name in gone]
     older = set(order[: places[-1]]) if places else set()
@@ -454,7 +454,7 @@ def law_m_references_are_of_items_ahead(host: HostState) -> None:
         computed |= zip(flying.row_ids, flying.start_R.tolist(), strict=True)
     for holders in host.encoder.holders.values():
         for key, i in holders:
-            end = host.requests[key].request.features[i].end
+            end = host.requests[key].features[i].end
             assert computed[key] < end, f"{key} refers to item {i}, which it has passed"
 
 
@@ -464,7 +464,7 @@ def law_m_whole_items(config: Config, before: HostState, plan: StepPlan) -> None
         return
     ends = (plan.start_R + plan.count_R).tolist()
     for key, start, end in zip(plan.row_ids, plan.start_R.tolist(), ends, strict=True):
-        features = before.requests[key].request.features
+        features = before.requests[key].features
         for group in overlap_groups(features):
             runs = [run for i in group for run in embed_runs(features[i])]
             first, last = min(run[0] for run in runs), max(run[1] for run in runs)
@@ -490,7 +490,7 @@ def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: 
         features.identifier
         for key in plan.row_ids
         if key not in behind
-        for features in before.requests[key].request.features
+        for features in before.requests[key].features
     }
     made = {item.identifier for item in plan.encodes}
     assert made <= served | wanted, f"{passed[0]} waits, and {sorted(made - served)} are encoded"
@@ -499,5 +499,5 @@ def law_m_nobody_takes_from_the_first(before: HostState, plan: StepPlan, order: 
 def _lacks_outputs(before: HostState, key: str) -> bool:
     """Whether a request may have to wait for an encoding: an output that nobody holds may give its
     place to another in the very step."""
-    features = before.requests[key].request.features
+    features = before.requests[key].features
     return any(f.num_embeds and f.identifier not in before.encoder.holders for f in features)

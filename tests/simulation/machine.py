@@ -63,6 +63,7 @@ from purestep.simulation.laws import (
 from purestep.simulation.media import Item, too_large, with_media
 from purestep.simulation.told import (
     Told,
+    bind,
     branched,
     expected_end,
     expected_token,
@@ -284,7 +285,7 @@ class Machine:
         must(self.bound.get(name) == version, f"{name} is bound to {self.bound.get(name)}")
         for told in self.live.values():
             if not told.bound and told.request.adapter == name:
-                told.version, told.bound = version, True
+                bind(self.config, told, version)
 
     def _load_returns(self, pick: int, version: str) -> None:
         if not self.asked:
@@ -365,7 +366,7 @@ class Machine:
         try:
             host, pairs = renumbered(self.state.host, num_blocks)
         except ConfigError:
-            must(len(self.state.host.blocks.refs) > num_blocks, "live blocks would have fitted")
+            must(self.state.host.blocks.num_held > num_blocks, "live blocks would have fitted")
             return
         for completion in host.ended:
             told = self.live[completion.key]

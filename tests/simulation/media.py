@@ -58,9 +58,9 @@ def filled(feature: Feature) -> list[int]:
     return [feature.offset + k for k in places if mask is None or mask[k]]
 
 
-def content(data: Mapping[str, torch.Tensor]) -> bytes:
-    """What the toy's encoder makes of an item."""
-    return blake3(data["pixels"].numpy().tobytes()).digest(8)
+def content(data: Mapping[str, torch.Tensor], reader: bytes) -> bytes:
+    """What the toy's encoder makes of an item, with the adapter that it has as `reader`."""
+    return blake3(data["pixels"].numpy().tobytes() + reader).digest(8)
 
 
 def media_number(output: bytes, row: int) -> int:

@@ -15,12 +15,12 @@ import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row
 from purestep.engine.commit import _filled_blocks, _next_digest, _without
-from purestep.engine.encoding import Encoding, settled
+from purestep.engine.encoding import Encoding, _encoded_item, settled
 from purestep.engine.media import plan_positions
-from purestep.engine.planning import _gathered, _sampling, _slots, _step_tokens, make_plan
+from purestep.engine.planning import _gathered, _sampling, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
 from purestep.engine.renewal import _rebound, _recomputed
-from purestep.engine.requests import _child, abort_host
+from purestep.engine.requests import _child, abort_host, bind
 from purestep.engine.schedule import (
     _lengthened,
     _make_room,
@@ -30,7 +30,7 @@ from purestep.engine.schedule import (
 )
 from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.longrun import Failure, random_world, run_random
-from purestep.state.adapters import activate, victims_for
+from purestep.state.adapters import activate, slot_of, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import hold, shrunk
 from purestep.state.engine import completed_record, make_row, plan_places, released
@@ -62,8 +62,8 @@ MUTANTS = (
     mutant(
         "a shared block gets no second reference",
         BlockDraft.retain,
-        "self.refs[block] = held + 1",
-        "self.refs[block] = max(held, 1)",
+        "self.shared[block] = self.shared.get(block, 1) + 1",
+        "pass",
     ),
     mutant(
         "only the first row block is uploaded, the others keep what they held",
@@ -74,9 +74,9 @@ MUTANTS = (
     ),
     mutant(
         "base rows are counted to the first adapter's group",
-        _slots,
-        "slot_of[None] = -1",
-        "slot_of[None] = min(slot_of.values(), default=-1)",
+        slot_of,
+        "-1 if version is None else",
+        "min((r.slot for r in ledger.resident.values()), default=-1) if version is None else",
     ),
     mutant(
         "all adapters have one chain root",
@@ -169,8 +169,8 @@ MUTANTS = (
     mutant(
         "a block is findable before its last id is known",
         _serve_running,
-        "& (drawn_R < 0)",
-        "",
+        "fills_R &= drawn_R < 0",
+        "pass",
     ),
     mutant(
         "a block that is filled in flight gets another block's key",
@@ -205,7 +205,7 @@ MUTANTS = (
     mutant(
         "rows are preempted while a plan in flight uses their blocks",
         _make_room,
-        "if needed > draft.num_free and host.in_flight:",
+        "if host.in_flight:",
         "if False:",
     ),
     mutant(
@@ -241,8 +241,8 @@ MUTANTS = (
     mutant(
         "a decoding row reads the token beside its own",
         _step_tokens,
-        "rows.num_computed_R % B",
-        "(rows.num_computed_R + 1) % B",
+        "_gaps(rows.newest_R, gathered_T)",
+        "_gaps(np.roll(rows.newest_R, 1), gathered_T)",
     ),
     mutant(
         "the noise is of the position before",
@@ -354,6 +354,18 @@ MUTANTS = (
         "del self._encodes[name]; self.ledger = planned(self.ledger, name, item.num_embeds)",
     ),
     mutant(
+        "an adapter that changes the tower gets the base model's outputs",
+        bind,
+        "encoder_version=encoder_version(ledger, version),",
+        "encoder_version=None,",
+    ),
+    mutant(
+        "an item is encoded without its adapter",
+        _encoded_item,
+        "version=record.encoder_version,",
+        "version=None,",
+    ),
+    mutant(
         "a second reference to an output replaces the first",
         hold,
         "tuple(sorted((*holders, holder)))",
@@ -434,7 +446,7 @@ MUTANTS = (
     mutant(
         "rows that will grow are left out of a quota",
         quota_room,
-        "growth += last - len(rows.tables[row])",
+        "growth += last - int(rows.tables.length_R[row])",
         "growth += 0",
     ),
     mutant(

@@ -7,6 +7,7 @@ import numpy as np
 from purestep.engine.config import Config
 from purestep.simulation.device import (
     CELL,
+    adapter_reader,
     context_of,
     embedding_number,
     next_token,
@@ -14,7 +15,7 @@ from purestep.simulation.device import (
     state_of,
 )
 from purestep.simulation.media import content, filled, media_number, moved_number, positions_alone
-from purestep.simulation.world import EOS, TABLE
+from purestep.simulation.world import EOS, TABLE, TOWERS
 from purestep.state.hashing import random_stream
 from purestep.state.request import Completion, FinishReason, Request, RequestState, frozen
 
@@ -81,19 +82,33 @@ def told_of(
     config: Config, request: Request, version: str | None, seed: int, bound: bool, index: int
 ) -> Told:
     """A request that was just submitted."""
-    embeds = request.prompt_embeds
-    tokens = list(request.tokens) or [-1] * len(embeds)
+    told = Told(request, version, seed, bound, index=index)
+    told.ids = list(request.tokens) or [-1] * len(request.prompt_embeds)
+    told.prompt, told.delta = prompt_read(config, told)
+    return told
+
+
+def bind(config: Config, told: Told, version: str) -> None:
+    """A request's adapter has come, and its media are seen through that."""
+    told.version, told.bound = version, True
+    told.prompt, told.delta = prompt_read(config, told)
+
+
+def prompt_read(config: Config, told: Told) -> tuple[list[int], int]:
+    """(what the toy reads as the prompt, what is added to a place behind it)."""
+    request, tokens, embeds = told.request, told.ids, told.request.prompt_embeds
+    reader = adapter_reader(told.version if told.version in TOWERS else None)
     rows = iter(() if embeds is None else embeds)
     prompt = [embedding_number(next(rows)) if t == -1 else int(t) for t in tokens]
     for feature in request.features:
         for row, place in enumerate(filled(feature)):
-            prompt[place] = media_number(content(feature.data), row)
+            prompt[place] = media_number(content(feature.data, reader), row)
     delta = 0
     if config.mrope_merge and request.features:
         positions, delta = positions_alone(request, config.mrope_merge)
         places = zip(prompt, range(len(prompt)), positions, strict=True)
         prompt = [moved_number(token, place, position) for token, place, position in places]
-    return Told(request, version, seed, bound, index=index, prompt=prompt, ids=tokens, delta=delta)
+    return prompt, delta
 
 
 def branched(parent: Told, new_id: str) -> Told:

@@ -17,6 +17,7 @@ EOS = 2
 PIECES = ("a", "b", "</s>", "ab", "ba", "c", " ", "\n", "é".encode()[:1], "é".encode()[1:], "d", "")
 NAMES = ("sql", "chat", "fr")
 RANKS = {"v1": 8, "v2": 4, "v3": 16, "v4": 1, "v5": 16}  # of the versions a load may find
+TOWERS = ("v2", "v5")  # versions that change what encoders make of media
 TABLE = TokenTable(p if isinstance(p, bytes) else p.encode() for p in PIECES)
 
 MODEL = ModelConfig(
@@ -58,6 +59,7 @@ DEFAULTS: dict[str, Any] = {
     "max_lora_rank": 16,
     "prefix_caching": True,
     "compile": False,
+    "lora_tower": True,
     "seed": 5,
     "stop_ids": (EOS,),
     "tokens": TABLE,
@@ -83,6 +85,6 @@ def loaded(name: str, version: str, rank: int, source: str | None) -> AdapterLoa
         nbytes=rank * 100,
         modules=("q_proj",),
         unused_targets=(),
-        arenas={},
+        arenas={"tower.toy": None} if version in TOWERS else {},
     )
     return AdapterLoaded(name=name, source=source, adapter=adapter)

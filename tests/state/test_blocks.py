@@ -23,9 +23,16 @@ from purestep.engine.requests import submit
 from purestep.engine.schedule import schedule
 from purestep.simulation.device import toy_step
 from purestep.simulation.world import MODEL, loaded, toy_config, toy_state
-from purestep.state.blocks import BlockDraft, BlockLedger, check_blocks, empty_blocks, free_order
+from purestep.state.blocks import (
+    BlockDraft,
+    BlockLedger,
+    check_blocks,
+    empty_blocks,
+    free_order,
+    held_blocks,
+)
 from purestep.state.engine import EngineState, HostState
-from purestep.state.hashing import block_digests
+from purestep.state.hashing import DIGEST_BYTES, block_digests
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.request import Request, frozen
 from purestep.state.sampling import SamplingParams
@@ -33,9 +40,17 @@ from purestep.state.sampling import SamplingParams
 
 def content(ledger: BlockLedger) -> object:
     """Everything a ledger says, as plain values."""
-    maps = (ledger.refs, ledger.digest_of, ledger.block_of, ledger.queue, ledger.stamp_of)
+    maps = (ledger.shared, ledger.digest_of, ledger.block_of, ledger.queue, ledger.stamp_of)
     counters = (ledger.num_blocks, ledger.low, ledger.high, ledger.tail, ledger.fresh)
-    return counters, [dict(m) for m in maps], free_order(ledger)
+    return counters, [dict(m.items()) for m in maps], free_order(ledger)
+
+
+def held(ledger: BlockLedger) -> dict[int, int]:
+    return {block: ledger.holders(block) for block in held_blocks(ledger)}
+
+
+def named(chain: bytes, place: int) -> bytes:
+    return (chain + bytes([place])).ljust(DIGEST_BYTES, b".")
 
 
 class BlockMachine(RuleBasedStateMachine):
@@ -73,7 +88,7 @@ class BlockMachine(RuleBasedStateMachine):
         12.4: touch, allocate). Others end, oldest first, until it fits."""
         draft, length = self.change(), min(length, self.ledger.num_blocks)
         while True:
-            wanted = [chain + bytes([i]) for i in range(min(length, most_hits))]
+            wanted = [named(chain, i) for i in range(min(length, most_hits))]
             hits = self.model_lookup(wanted)
             assert draft.lookup(wanted) == hits
             queued = sum(b in self.free for b in hits)
@@ -143,7 +158,7 @@ class BlockMachine(RuleBasedStateMachine):
         """Blocks fill in order and become findable; a duplicate stays private (12.3)."""
         for i, block in enumerate(table[:count]):
             if block not in self.digests:
-                digest = chain + bytes([i])
+                digest = named(chain, i)
                 self.change().register(block, digest)
                 self.digests[block] = digest
                 self.index.setdefault(digest, block)
@@ -195,9 +210,10 @@ class BlockMachine(RuleBasedStateMachine):
         check_blocks(self.ledger, [table for _, table in self.tables])
         assert free_order(self.ledger) == self.free
         assert self.ledger.num_free == len(self.free)
-        assert dict(self.ledger.refs) == self.refs
+        assert held(self.ledger) == self.refs
+        assert self.ledger.num_held == len(self.refs)
         assert dict(self.ledger.block_of) == self.index
-        assert dict(self.ledger.digest_of) == self.digests
+        assert dict(self.ledger.digest_of.items()) == self.digests
         assert self.ledger.num_cached == sum(b in self.free for b in self.index.values())
 
     def teardown(self) -> None:
@@ -225,12 +241,20 @@ def test_old_ledgers_start_other_futures() -> None:
     one.release([0, 1])
     assert one.allocate(3) == [0, 1, 2]
     assert two.allocate(2) == [2, 3]
-    assert dict(ledger.refs) == {0: 1, 1: 1}
+    assert held(ledger) == {0: 1, 1: 1}
+
+
+def test_a_free_block_cannot_be_released() -> None:
+    draft = BlockDraft(empty_blocks(3))
+    draft.release(draft.allocate(1))
+    for block in (0, 1):  # free again; never used
+        with pytest.raises(KeyError):
+            draft.release([block])
 
 
 def test_trace_of_12_4() -> None:
     """R1, R2, R3. There is no null block here, so block n of the text is n-1 and 5 are usable."""
-    fr = tuple(b"fr%d" % i for i in range(2))
+    fr = tuple(named(b"fr", i) for i in range(2))
     draft = BlockDraft(empty_blocks(5))
     r1 = draft.allocate(3)
     assert r1 == [0, 1, 2]
@@ -253,7 +277,7 @@ def test_trace_of_12_4() -> None:
     assert free_order(ledger) == [3, 4]
 
     draft = BlockDraft(ledger)
-    assert draft.lookup([b"de0", b"de1"]) == []
+    assert draft.lookup([named(b"de", 0), named(b"de", 1)]) == []
     with pytest.raises(ValueError, match="3 blocks wanted, 2 of 5 are free"):
         draft.allocate(3)
     assert free_order(draft.finish()) == [3, 4]

@@ -15,6 +15,7 @@ from purestep.state import (
     adapters,
     batch,
     blocks,
+    digests,
     encoder,
     engine,
     media,
@@ -22,11 +23,25 @@ from purestep.state import (
     request,
     sampling,
     scores,
+    tables,
 )
 from purestep.state.canonical import TREES
 from purestep.state.pytree import evolve, static, tree
 
-MODULES = (adapters, batch, blocks, encoder, engine, media, plan, request, sampling, scores)
+MODULES = (
+    adapters,
+    batch,
+    blocks,
+    digests,
+    encoder,
+    engine,
+    media,
+    plan,
+    request,
+    sampling,
+    scores,
+    tables,
+)
 
 
 @tree

@@ -3,16 +3,19 @@
 The interpreter multiplies no bfloat16, so float16 stands for it there.
 """
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
+import triton
+import triton.language as tl
 
 from purestep.models.config import RopeConfig
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm_ref
 from purestep.ops.gated_mul import gated_mul_ref
-from purestep.ops.kernels import attention, elementwise, folded, greedy, products
+from purestep.ops.kernels import attention, draw, elementwise, folded, greedy, products
 from purestep.ops.kernels.deltas import add_slices_, expand_, shrink
 from purestep.ops.kv_write import kv_write_ref_
 from purestep.ops.lora_linear import (
@@ -24,7 +27,8 @@ from purestep.ops.lora_linear import (
 )
 from purestep.ops.paged_attention import paged_attention_ref
 from purestep.ops.rope_write import rope_write_ref_
-from purestep.ops.sample import score
+from purestep.ops.sample import Draws, _cut, draws_of, gumbel_noise, score
+from purestep.ops.sample import draw as sample_draw
 from tests.ops.kernels.interpreter import DEVICE
 
 pytestmark = [pytest.mark.gpu] if DEVICE == "cuda" else []
@@ -81,6 +85,47 @@ def test_attention(counts, contexts, N, K, H, window, dtype, tolerance) -> None:
         got = have(one, context, q[:R], uniform=True, splits=splits)
         assert close(got, want(one, context, q[:R]), tolerance)
         assert not got[-1].any()
+
+
+@pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize(
+    ("rows", "N", "K", "H", "window"),
+    [
+        ([(17, [4, -7, 2, -4]), (33, [-33])], 4, 2, 16, 0),
+        ([(70, [3, -20, 9]), (40, [1]), (0, [])], 6, 2, 24, 7),
+        ([(70, [-50, 5]), (20, [-6, -3])], 8, 2, 64, 0),
+        ([(80, [-77, 3])], 3, 1, 80, 30),
+        ([(5, [5]), (90, [1]), (60, [-40, 1])], 2, 1, 256, 0),
+    ],
+)
+def test_attention_in_both_directions(rows, N, K, H, window, dtype, tolerance) -> None:
+    """CI-07. Rows as (context, runs of queries), a negative run sees all of itself."""
+    torch.manual_seed(0)
+    counts, contexts = [sum(map(abs, runs)) for _, runs in rows], [c for c, _ in rows]
+    R, B, M, T = len(counts), 16, 6, sum(counts) + 3
+    kv, q = random(2, R * M, B, K, H, dtype=dtype), random(T, N, H, dtype=dtype)
+    ends = []
+    for length, runs in rows:
+        at = length - sum(map(abs, runs))
+        for run in runs:
+            at += abs(run)
+            ends += [at if run < 0 else 0] * abs(run)
+    end = torch.tensor([*ends, 0, 0, 0])
+    start = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    context = torch.tensor(contexts, dtype=torch.int32)
+    table = torch.randperm(R * M).view(R, M).int()
+    for row, length in enumerate(contexts):
+        kv[:, table[row, length // B].long(), length % B :] = torch.nan
+        kv[:, table[row, length // B + 1 :].long()] = torch.nan
+    here = (start, context, table, H**-0.5, window)
+    want = paged_attention_ref(q.cpu().double(), kv.cpu().double(), *here, end)
+    there = (start.to(DEVICE), context.to(DEVICE), table.to(DEVICE), H**-0.5, window)
+    got = attention.launch(q, kv, *there, end.to(DEVICE))
+    assert close(got, want, tolerance)
+    assert not got[-3:].any()
+    causal = attention.launch(q, kv, *there)
+    assert torch.equal(attention.launch(q, kv, *there, torch.zeros_like(end).to(DEVICE)), causal)
+    assert not close(got, causal, tolerance)
 
 
 def deltas(T: int, width: int, sizes: tuple[int, ...], P: int, dtype: torch.dtype) -> Deltas:
@@ -278,6 +323,65 @@ def test_kv_write() -> None:
     elementwise.kv_write_(kv, k, v, index)
     kv_write_ref_(want, k.cpu(), v.cpu(), index.cpu())
     torch.testing.assert_close(kv.cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("vocab", [9, 4096, 20_003])
+def test_draw(vocab: int) -> None:
+    """The tokens and logprobs of plain torch: warm and greedy rows, cut ones, edited logits, keys
+    of 64 bits, counters beyond 16; the lowest of equal ids, some id where a logit is NaN."""
+    generator, S = np.random.default_rng(vocab), 12
+    raw = torch.randn(S, vocab, generator=torch.Generator().manual_seed(0)) * 2
+    raw[10], raw[11, 3] = 1.0, torch.nan
+    logits = raw.clone()
+    logits[:8, 1::3] = -torch.inf
+    columns = draws_of(
+        np.array([0, 1, 0.7, 1.3, 1, 2, 1e-6, 50, 1, 0.3, 0, 1], np.float32),
+        np.array([0, 0, 5, 0, 0, 3, 0, 0, 0, 99, 0, 0]),
+        np.array([1, 1, 1, 0.9, 1, 0.5, 1, 1, 1, 0.99, 1, 1]),
+        np.array([0, 0, 0, 0, 0.1, 0, 0, 0, 0, 0, 0, 0], np.float32),
+        generator.integers(0, 2**64, S, dtype=np.uint64),
+        generator.integers(0, 2**20, S),
+    )
+    draws, largest = Draws(*map(torch.from_numpy, columns)), min(99, vocab)
+    for given in (logits, raw):
+        want, bits = sample_draw(given, raw, draws, largest)
+        parts = [x.to(DEVICE) for x in (_cut(given, draws, largest), raw)]
+        parts = [parts[1]] * 2 if given is raw and not len(columns.cut_C) else parts
+        numbers = (draws.temperature_S, draws.stream_S, draws.position_S)
+        tokens, found = draw.launch(*parts, *(x.to(DEVICE) for x in numbers)).cpu()
+        assert tokens[:11].tolist() == want[:11].tolist()
+        assert 0 <= tokens[11] < vocab
+        found, logprobs = found.view(torch.float32), bits.view(torch.float32)
+        torch.testing.assert_close(found[:11], logprobs[:11], atol=2e-6, rtol=1e-6)
+        assert found[11].isnan()
+    assert tokens[10] == 0
+
+
+def test_noise_is_that_of_plain_torch() -> None:
+    """To the last digits: near 1, where the largest comes from, a careless logarithm loses all."""
+    stream, position = torch.tensor([2**63 - 5, -7, 3]), torch.tensor([0, 77, 2**31 - 1])
+    want = gumbel_noise(stream, position, 30_000)
+    temperature, nothing = torch.ones(3), torch.zeros(3, 30_000)
+    for row, rank in ((0, 0), (1, 1), (2, 5)):  # all but the best `rank` at minus infinity
+        alone = nothing.clone()
+        best = want[row].argsort(descending=True)
+        alone[row, best[:rank]] = -torch.inf
+        parts = (alone, nothing, temperature, stream, position)
+        tokens = draw.launch(*(x.to(DEVICE) for x in parts)).cpu()[0]
+        assert tokens[row] == best[rank]
+    ulp = torch.finfo(torch.float32).eps
+    x = torch.cat((want.flatten().exp(), 1 - torch.arange(1, 999) * 2.0**-24)).clamp(2.0**-24)
+    out = torch.empty_like(x, device=DEVICE)
+    log_all[(triton.cdiv(len(x), 1024),)](x.to(DEVICE), out, len(x), BLOCK=1024)
+    exact = x.double().log()
+    assert ((out.cpu() - exact).abs() <= 2 * ulp * exact.abs()).all()
+
+
+@triton.jit
+def log_all(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
+    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + n, mask=n < N, other=1.0)
+    tl.store(out_ptr + n, draw._log(x), mask=n < N)
 
 
 def test_greedy() -> None:
