@@ -54,7 +54,7 @@ def commit(
     good_S, drew, ends = (at_S >= 0) & np.isfinite(logprob_S), at_S, {}
     if result.errors:
         good_S[[s for s, _ in result.errors]] = False
-    faulty = faulty_rows(host, result, at_R) if result.faults else {}
+    faulty = faulty_rows(host, result)
     if faulty:
         good_S &= ~np.isin(at_S, list(faulty))
     if np.count_nonzero(good_S) < len(good_S):

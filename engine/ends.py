@@ -39,12 +39,13 @@ def failed_rows(result: StepResult, places: Sequence[int], rows: Sequence[int]) 
     return ends
 
 
-def faulty_rows(host: HostState, result: StepResult, at_R: np.ndarray) -> dict[int, End]:
+def faulty_rows(host: HostState, result: StepResult) -> dict[int, End]:
     """The ends of rows with an item whose output is not what their requests say of it, whether they
-    took rows of it in this step or found keys and values of others that did."""
+    took rows of it in this step or found keys and values of others that did, in this step or in the
+    one behind it."""
     wrong, ends = {(name, said): why for name, said, why in result.faults}, {}
-    for row in at_R[at_R >= 0].tolist() if wrong else ():
-        for i, feature in enumerate(host.requests[host.rows.ids[row]].request.features):
+    for row, key in enumerate(host.rows.ids if wrong else ()):
+        for i, feature in enumerate(host.requests[key].request.features):
             if why := wrong.get((feature.identifier, feature.num_embeds)):
                 error = f"item {i} ({feature.modality}): {why}"
                 ends[row] = End(FinishReason.ERROR, error=error, void=True)
