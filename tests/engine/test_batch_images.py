@@ -12,12 +12,13 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from purestep.engine import batch_requests, cli, empty_processor_cache, init, prepare
+from purestep.engine import batch_requests, cli, empty_processor_cache, init, load_adapter, prepare
 from purestep.state.sampling import SamplingParams
 from tests.engine.batch_fixtures import error_of, read_records, write_lines
 from tests.engine.tiny import run
 from tests.engine.tiny_images import folder, image_program
 from tests.models.tiny_vision import picture
+from tests.models.tower_adapters import folder as adapter_folder
 
 ONE, TWO = picture(60, 45), picture(45, 60, seed=1)
 QUESTION = {"type": "text", "text": "what is it?"}
@@ -183,3 +184,36 @@ def test_memory_does_not_grow_with_the_number_of_pictures(tmp_path: Path) -> Non
     few, many = peak(20), peak(60)
     assert (tmp_path / "in.jsonl").stat().st_size > 10e6
     assert many - few < 1.5e6, f"{few} and {many} bytes"
+
+
+def test_lines_with_images_get_the_default_adapter(tmp_path: Path) -> None:
+    """Which touches the tower, too; lines of text, and lines that name an adapter, do not."""
+    kind, files = "llava", {name: adapter_folder("llava", name) for name in ("all", "some")}
+    (tmp_path / "one.png").write_bytes(png(ONE))
+    seen = chat("default", part("one.png"), QUESTION)
+    own = chat("own", part("one.png"), QUESTION)
+    own["body"]["model"] = "some"
+    lines = [seen, own, chat("text", QUESTION)]
+    options = [f"--adapter={name}={path}" for name, path in files.items()]
+    code, records = batch(kind, tmp_path, lines, *options, "--default-adapter=image=all")
+    assert code == 0
+    said = {record["custom_id"]: logprobs_of(record) for record in records.values()}
+    program = image_program(kind)
+    for id, adapter, content in (
+        ("default", "all", [{"type": "image", "image": ONE}, QUESTION]),
+        ("own", "some", [{"type": "image", "image": ONE}, QUESTION]),
+        ("text", None, [QUESTION]),
+    ):
+        sampling = SamplingParams(max_tokens=4, temperature=0, ignore_eos=True, logprobs=0)
+        words = {"id": id, "adapter": adapter, "sampling": sampling}
+        asked = prepare(program, [{"role": "user", "content": content}], **words)
+        state = init(program)
+        if adapter is not None:
+            state = load_adapter(state, files[adapter], name=adapter)
+        found = run(program, state, [asked])[1][id].logprobs
+        assert said[id] == pytest.approx(found.tolist(), abs=1e-5)
+    assert said["default"] != pytest.approx(alone(kind, ONE, QUESTION), abs=1e-3)
+    with pytest.raises(SystemExit):
+        batch(kind, tmp_path, None, "--default-adapter=image")
+    code, _ = batch(kind, tmp_path, None, "--default-adapter=image_url=all")
+    assert code == 2

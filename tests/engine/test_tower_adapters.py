@@ -120,7 +120,9 @@ BATCH = (
 )
 
 
-@pytest.mark.parametrize("kind", ["llava", "qwen2_vl", "qwen2_5_vl", "idefics3", "gemma3"])
+@pytest.mark.parametrize(
+    "kind", ["llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "pixtral", "gemma3"]
+)
 def test_a_batch_of_adapters_on_pictures_says_what_peft_says(kind: str) -> None:
     engine, state = with_adapters(kind, ("all", "some", "text"))
     for id, adapter, number in BATCH:
