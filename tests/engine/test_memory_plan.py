@@ -224,7 +224,7 @@ def test_measured_beside_computed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_measured_beside_computed_on_a_gpu(capsys: pytest.CaptureFixture[str]) -> None:
     """MO-07: weights and pool are what was computed, but for tables and buffers; the largest step,
-    its graphs with it, takes no more than was kept for it."""
+    its graphs with it, takes no more than was kept for it and cuBLAS's workspace."""
     folder = str(checkpoint(hidden_size=1024, intermediate_size=4096, vocab_size=32_000)[0])
     for options in (["--max-rows=8"], ["--max-rows=64", "--max-batched-tokens=4096"]):
         wishes = ["--measure", "--device=cuda", "--num-blocks=512", "--rank=64", *options]
@@ -235,7 +235,7 @@ def test_measured_beside_computed_on_a_gpu(capsys: pytest.CaptureFixture[str]) -
             computed, found = measured[name]
             assert computed <= found < 1.1 * computed + 20e6, name
         computed, found = measured["step and graphs"]
-        assert 0 < found <= computed
+        assert 0 < found < computed + 40e6
 
 
 def test_a_step_that_does_not_fit_is_told(
