@@ -4,7 +4,9 @@ A small random model decodes on one core (one torch thread; a step takes 3 to 10
 `Loader` reads adapters of about 100 MB from files, over and over, on another. Steps without and
 with a load under way take turns, so that both see the same machine; `loading/p50_ratio` and
 `loading/p99_ratio` are the times of the ones by the times of the others, of at least `--steps`
-steps each. Delivery counts as part of the step in which it happens.
+steps each. Delivery counts as part of the step in which it happens. `loading/load` is how long a
+load took beside steps, from its being asked for to its delivery: the loader pauses to spare the
+steps, which is paid for here.
 
 The two share the machine's memory whatever the loader does, so `loading/copies_p50_ratio` tells
 what a process costs that does nothing but copy 100 MB over and over: a load reads, hashes, checks
@@ -38,19 +40,18 @@ from purestep.engine import (
 from purestep.engine.adapters import AdapterLoaded
 from purestep.engine.loader import Loader
 
-ROWS, PROMPT, CONTEXT = 4, 16, 4096
-ROUND = 100  # steps of one kind in a row
+ROWS, PROMPT, CONTEXT = 2, 16, 4096
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 SIZES = {
     "hidden_size": 512,
-    "intermediate_size": 1024,
-    "num_hidden_layers": 2,
+    "intermediate_size": 512,
+    "num_hidden_layers": 1,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "head_dim": 64,
     "max_position_embeddings": CONTEXT,
 }
-RANK = 1440  # 100 MB in float32
+RANK = 3488  # 100 MB in float32
 COPIES = """
 import numpy as np
 one = np.ones(25_000_000, np.float32)
@@ -63,7 +64,7 @@ while True:
 
 def main(argv: list[str] | None = None) -> None:
     args = parser(__doc__)
-    args.add_argument("--steps", type=int, default=400, help="timed steps of each kind")
+    args.add_argument("--steps", type=int, default=400, help="timed steps of each kind, or more")
     args = args.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     before = torch.get_num_threads()
@@ -78,7 +79,7 @@ def main(argv: list[str] | None = None) -> None:
 def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
     sizes, rank = ({}, 8) if args.smoke else (SIZES, RANK)
     sources = make_files(folder, sizes, rank)
-    steps, length = (4, 2) if args.smoke else (args.steps, ROUND)
+    steps = 4 if args.smoke else args.steps
     program = load_program(
         folder / "model",
         dtype="float32",
@@ -89,11 +90,15 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
         max_registered_adapters=1,
         num_blocks=ROWS * CONTEXT // 16,
     )
-    idle, loading, loads, nbytes = run_rounds(program, sources, steps, length)
+    idle, loading, took, nbytes = run_rounds(program, sources, steps)
     alone, copied = run_beside_copies(program, sources, steps)
-    notes = {"steps": len(loading), "loads": loads, "adapter_bytes": nbytes, "smoke": args.smoke}
+    notes = {"steps": len(loading), "loads": len(took), "adapter_bytes": nbytes}
+    notes |= {"smoke": args.smoke}
     floor = float(np.median(copied) / np.median(alone))
-    figures = [figure("loading/copies_p50_ratio", floor, "ratio", notes | {"loads": 0})]
+    figures = [
+        figure("loading/copies_p50_ratio", floor, "ratio", notes | {"loads": 0}),
+        figure("loading/load", float(np.median(took)), "s", notes),
+    ]
     for name, q in (("p50", 0.5), ("p99", 0.99)):
         alone, beside = (1e3 * float(np.quantile(times, q)) for times in (idle, loading))
         figures += [
@@ -127,30 +132,29 @@ def make_files(folder: Path, sizes: dict[str, int], rank: int) -> list[str]:
 
 
 def run_rounds(
-    program: Program, sources: list[str], steps: int, length: int
-) -> tuple[list[float], list[float], int, int]:
-    """Seconds of the steps without and with a load under way; the loads, the bytes of each."""
+    program: Program, sources: list[str], steps: int
+) -> tuple[list[float], list[float], list[float], int]:
+    """Seconds of the steps without and with a load under way, and of each load; an adapter's
+    bytes."""
     idle: list[float] = []
     loading: list[float] = []
-    loads = done = nbytes = 0
+    took: list[float] = []
+    nbytes = 0
     state = decoding(program, sources)
     with Loader(program.config) as loader:
         while len(loading) < steps:
-            for _ in range(length):
-                state, seconds, _ = timed_step(program, state, None)
-                idle.append(seconds)
-            for _ in range(length):
-                if loads == done:
-                    at = loads % len(sources)
-                    loader.ask([(f"a{at}", sources[at])])
-                    loads += 1
+            at, before, events = len(took) % len(sources), len(loading), []
+            begin = time.perf_counter()
+            loader.ask([(f"a{at}", sources[at])])
+            while not events:
                 state, seconds, events = timed_step(program, state, loader)
                 loading.append(seconds)
-                done += len(events)
-                nbytes = max([nbytes, *(event.adapter.nbytes for event in events)])
-            while done < loads:  # so that the next steps are alone
-                done += len(loader.events(block=True))
-    return idle, loading, loads, nbytes
+            took.append(time.perf_counter() - begin)
+            nbytes = events[0].adapter.nbytes
+            for _ in range(len(loading) - before):
+                state, seconds, _ = timed_step(program, state, None)
+                idle.append(seconds)
+    return idle, loading, took, nbytes
 
 
 def run_beside_copies(

@@ -40,7 +40,7 @@ def folder_resolver(root: str | os.PathLike) -> Resolver:
 
 
 _WORK_S = 0.0005  # what a thread works between two pauses
-_PAUSE = 4.0  # how long a pause lasts, in the time worked before it
+_PAUSE = 2.0  # how long a pause lasts, in the time worked before it
 
 
 def pacer(
@@ -64,8 +64,8 @@ class Loader:
     """An edge: threads that read adapter files while steps go on. Use as a context manager.
 
     Steps and loads share the machine's memory. So a load reads about 1 MiB at a time and pauses for
-    four times as long as that took, unless somebody waits for it in `events`: so the steps beside
-    it go on nearly as if alone.
+    twice as long as that took, unless somebody waits for it in `events`: so the steps beside it go
+    on nearly as if alone, and a load takes three times as long as it could.
     """
 
     def __init__(self, config: Config, num_threads: int = 1) -> None:

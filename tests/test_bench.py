@@ -112,7 +112,7 @@ def test_loading_smoke(tmp_path: Path) -> None:
     file = tmp_path / "figures.json"
     loading.main(["--smoke", "--json", str(file)])
     lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
-    ratios = {"loading/p50_ratio", "loading/p99_ratio", "loading/copies_p50_ratio"}
+    ratios = {"loading/p50_ratio", "loading/p99_ratio", "loading/copies_p50_ratio", "loading/load"}
     assert ratios < set(lines)
     assert all(line["value"] > 0 for line in lines.values())
     assert lines["loading/p50_ratio"]["steps"] >= 4
