@@ -94,11 +94,12 @@ def main(argv: list[str] | None = None) -> None:
     args = parser(__doc__)
     args.add_argument("--rounds", type=int, default=5)
     args.add_argument("--threads", type=int, help="default: what torch chooses")
+    args.add_argument("--devices", nargs="+", choices=["cpu", "cuda"], help="default: all there are")
     args = args.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     threads = torch.get_num_threads()
     torch.set_num_threads(args.threads or threads)
-    devices = ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
+    devices = args.devices or (["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
     sizes, figures = TINY if args.smoke else Sizes(), []
     with tempfile.TemporaryDirectory(prefix="purestep-bench-") as folder:
         for family, make in (("llava", llava), ("qwen2_vl", qwen2_vl)):
