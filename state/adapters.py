@@ -350,13 +350,20 @@ def slot_of(ledger: AdapterLedger, version: str | None) -> int:
 
 def renew_reservations(ledger: AdapterLedger) -> AdapterLedger:
     """Drop the reservations of versions that are in by now or that nobody waits for any more, and
-    those that cannot be kept behind the ones before them, as a pin or a load came in the way."""
+    those that cannot be kept behind the ones before them, as a pin or a load came in the way.
+
+    Whoever has left by another way, as all do where a failed step overwrote their rows, is nobody's
+    victim any more: coming back under a promise of its own it would not leave again.
+    """
     kept: tuple[Reservation, ...] = ()
     for promise in ledger.reservations:
+        victims = tuple(v for v in promise.victims if v in ledger.resident)
+        if len(victims) < len(promise.victims):
+            promise = Reservation(version=promise.version, victims=victims)
         wanted = promise.version in ledger.users and not has_place(ledger, kept, promise.version)
         if wanted and keeping(ledger, (*kept, promise)) is not None:
             kept = (*kept, promise)
-    return ledger if len(kept) == len(ledger.reservations) else replace(ledger, reservations=kept)
+    return ledger if kept == ledger.reservations else replace(ledger, reservations=kept)
 
 
 def has_place(ledger: AdapterLedger, promises: Iterable[Reservation], version: str) -> bool:

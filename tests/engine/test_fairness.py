@@ -88,6 +88,17 @@ def test_a_place_may_open_for_nobody() -> None:
     assert plan.row_ids == ("b1",)
 
 
+def test_who_left_by_another_way_is_nobodys_victim() -> None:
+    """As all do where a failed step overwrote their rows. Named by the promise still, `a` would be
+    taken for one that leaves, though it comes in here with a promise of its own."""
+    config, host = waiting_behind_a_promise(max_rows=1)
+    stale = (Reservation(version="vb", victims=("va",)), Reservation(version="va", victims=()))
+    host = replace(host, adapters=replace(host.adapters, reservations=stale))
+    after, plan = schedule(config, host)
+    assert plan.row_ids == ("a0",)
+    assert [(r.version, r.victims) for r in after.adapters.reservations] == [("vb", ())]
+
+
 def test_whoever_stands_behind_rows_that_make_way_comes_in_with_them() -> None:
     """Rows that make way stand in no queue while their step is planned. Counted as if they did,
     they ended the pass before its last request, here one that waits for no adapter at all."""
