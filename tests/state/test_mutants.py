@@ -5,7 +5,7 @@ import pytest
 from purestep.simulation.mutants import MUTANTS, applied, caught
 from purestep.state.hashing import chain_root
 
-NUM_STEPS, NUM_ALONE = 6000, 1500
+NUM_STEPS, NUM_ALONE = 12000, 1500
 
 
 @pytest.mark.slow
