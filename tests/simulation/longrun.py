@@ -1,6 +1,7 @@
 """A long run of random events over many configs, and the shortening of one that failed."""
 
 import json
+import signal
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -134,6 +135,7 @@ def long_run(
     tells: Callable[[str], object] = print,
 ) -> Coverage:
     """`num_steps` steps over `num_configs` configs, every law checked after each. Raises Failure.
+    An interrupt (Ctrl-C) ends it early with what was seen until then.
 
     What happens depends on the other arguments alone, not on `num_jobs`, the processes to use.
     """
@@ -143,22 +145,28 @@ def long_run(
     counts = [min(STEPS_OF_ONE_STATE, each - done) for done in starts]
     parts = [(n, part, count) for n in range(num_configs) for part, count in enumerate(counts)]
     task = partial(run_part, seed)
-    with ProcessPoolExecutor(num_jobs) if num_jobs > 1 else nullcontext() as pool:
+    quiet = {"initializer": signal.signal, "initargs": (signal.SIGINT, signal.SIG_IGN)}
+    with ProcessPoolExecutor(num_jobs, **quiet) if num_jobs > 1 else nullcontext() as pool:
         runs = pool.map(task, parts) if pool else map(task, parts)
-        for (_, part, _), coverage in zip(parts, runs, strict=True):
-            total.counts += coverage.counts
-            total.events += coverage.events
-            if part < len(counts) - 1:
-                continue
-            total.configs += 1
-            if total.configs % max(1, num_configs // MOST_LINES):
-                continue
-            elapsed, steps = time.perf_counter() - start, total.events["step"]
-            events = total.events.total()
-            tells(
-                f"{total.configs:>4,} configs: {steps:>9,} steps, {events:>9,} events, "
-                f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
-            )
+        try:
+            for (_, part, _), coverage in zip(parts, runs, strict=True):
+                total.counts += coverage.counts
+                total.events += coverage.events
+                if part < len(counts) - 1:
+                    continue
+                total.configs += 1
+                if total.configs % max(1, num_configs // MOST_LINES):
+                    continue
+                elapsed, steps = time.perf_counter() - start, total.events["step"]
+                events = total.events.total()
+                tells(
+                    f"{total.configs:>4,} configs: {steps:>9,} steps, {events:>9,} events, "
+                    f"{steps / elapsed:,.0f} steps/s, {events / elapsed:,.0f} events/s"
+                )
+        except KeyboardInterrupt:
+            tells("interrupted; what follows is of the parts that were whole")
+            if pool:
+                pool.shutdown(wait=False, cancel_futures=True)
     return total
 
 
