@@ -482,7 +482,7 @@ def law_m_least_recently_released(before: HostState, after: HostState, plan: Ste
     one that held it for longer has: it comes back first, and will look for it again.
     """
     order, gone = before.encoder.evictable, set(plan.drops)
-    used = {span.identifier for span in plan.merges}
+    used = {span.identifier for span in plan.merges} | set(after.encoder.holders)
     for key, computed in zip(before.rows.ids, before.rows.num_computed_R.tolist(), strict=True):
         if key not in after.rows.ids:
             features = before.requests[key].features
