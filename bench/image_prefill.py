@@ -94,7 +94,9 @@ def main(argv: list[str] | None = None) -> None:
     args = parser(__doc__)
     args.add_argument("--rounds", type=int, default=5)
     args.add_argument("--threads", type=int, help="default: what torch chooses")
-    args.add_argument("--devices", nargs="+", choices=["cpu", "cuda"], help="default: all there are")
+    args.add_argument(
+        "--devices", nargs="+", choices=["cpu", "cuda"], help="default: all there are"
+    )
     args = args.parse_args(argv)
     warnings.filterwarnings("ignore", category=FutureWarning)
     threads = torch.get_num_threads()
