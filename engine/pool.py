@@ -17,7 +17,7 @@ from torch import Tensor
 from purestep.engine.config import Config
 from purestep.engine.memory import tower_rows_bytes, vocab_rows_bytes
 from purestep.engine.pending import Ring, check_sound
-from purestep.engine.upload import landed, sent
+from purestep.engine.upload import copy_stream, sent, sent_adapter
 from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
 from purestep.models.config import TOWER, fused_linears
@@ -48,6 +48,7 @@ class Pool:
     consumer: str = ""  # what made the present generation
     torn: Overwrites | None = None  # what a failed step may have destroyed
     ring: Ring = field(default_factory=Ring)
+    beside: torch.cuda.Stream | None = None  # on a GPU: where adapters are copied
     graphs: Any = None  # on a GPU: engine/graphs.py, with its addresses; dies with the pool
 
 
@@ -91,6 +92,7 @@ def allocate_pool(config: Config) -> Pool:
         embed=embed,
         head=head,
         tower=tower_rows(config) if config.lora_tower else {},
+        beside=copy_stream(config.device),
     )
 
 
@@ -182,7 +184,7 @@ def upload_adapter_(pool: Pool, place: Residence, adapter: Adapter) -> None:
     On a GPU nothing waits but the work that is queued behind this.
     """
     index = {"rows": row_index(place), "blocks": np.array(place.row_blocks, np.int64)}
-    index, arenas = landed(index, adapter.arenas, pool.config.device)
+    index, arenas = sent_adapter(index, adapter.arenas, pool.config.device, pool.beside)
     rows = index["rows"]
     if (arena := arenas.get("embed")) is not None:
         a_CVR = arena.a_LSRD[0, 0].unflatten(0, (-1, ROW_BLOCK)).transpose(1, 2)

@@ -17,7 +17,6 @@ from purestep.engine.images import (
     with_texts,
 )
 from purestep.state.errors import CheckpointError, ConfigError, MediaError, RequestError
-from purestep.state.media import Feature
 from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
 from purestep.state.request import Request, num_given
 from purestep.state.sampling import SamplingParams
@@ -93,31 +92,27 @@ def prepare_cached(
         parts = [image_part(given, name) for given, name in zip(images, names, strict=True)]
     if parts:
         check_image_count(program, len(parts), who)
-    tokens = _tokens(program, prompt, is_chat, chat_template_kwargs or {}, who)
-    features: tuple[Feature, ...] = ()
+
+    def tokens_with(around: Sequence[tuple[str, str]] = ()) -> list[int]:
+        return _tokens(program, prompt, is_chat, chat_template_kwargs or {}, who, around)
+
+    tokens, features = tokens_with(), ()
     if program.vision is not None:
         marker = program.vision.family.marker(program.vision.config)
         if images_at != "markers":
             tokens = _with_markers(tokens, [marker] * len(parts), images_at, who)
         check_places(tokens, marker, len(parts), who)
-        if parts:
-            cache, items = take_images(
-                program,
-                cache,
-                parts,
-                salt=salt,
-                options={} if image_options is None else image_options,
-                who=who,
-            )
-            around = [item.around for item in items]
-            if any(map(any, around)):
-                if images_at == "markers" and (is_chat or isinstance(prompt, str)):
-                    variables = chat_template_kwargs or {}
-                    tokens = _tokens(program, prompt, is_chat, variables, who, around)
-                    check_places(tokens, marker, len(parts), who)
-                else:
-                    items = with_texts(program, items)
-            tokens, features = place(tokens, marker, items)
+    if parts:
+        options = {} if image_options is None else image_options
+        cache, items = take_images(program, cache, parts, salt=salt, options=options, who=who)
+        around = [item.around for item in items]
+        if any(map(any, around)):
+            if images_at == "markers" and (is_chat or isinstance(prompt, str)):
+                tokens = tokens_with(around)
+                check_places(tokens, marker, len(parts), who)
+            else:
+                items = with_texts(program, items)
+        tokens, features = place(tokens, marker, items)
     request = Request(
         id=id,
         tokens=tokens,

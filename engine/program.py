@@ -14,9 +14,19 @@ from immutables import Map
 from purestep.engine.config import Config, check_config, initial_host
 from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.images import words_of
-from purestep.engine.memory import choose_num_blocks, itemsize_of, rows_that_fit
+from purestep.engine.memory import choose_num_blocks
 from purestep.engine.memory_encoder import encoder_peak_bytes, most_embeds, most_positions
 from purestep.engine.native import use_native
+from purestep.engine.options import (
+    IMAGE_LIMIT,
+    MAX_BATCHED_TOKENS,
+    adapter_rows,
+    check_no_media,
+    check_processors,
+    check_steps_hold,
+    default_row_buckets,
+    with_encoder,
+)
 from purestep.engine.pictures import PictureOptions, check_picture_options
 from purestep.engine.platform import can_compile, resolve_device, resolve_dtype
 from purestep.engine.pool import Pool, allocate_pool
@@ -35,12 +45,8 @@ from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import Vision
 from purestep.ops import kernels
 from purestep.state.engine import DeviceState, EngineState
-from purestep.state.errors import ConfigError
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
-
-MAX_BATCHED_TOKENS = 1024  # by default
-IMAGE_LIMIT = 999  # images in one prompt where the user sets no limit
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -188,9 +194,7 @@ def make_program(
 
     Raises ConfigError naming option, value and limit.
     """
-    for name, function in (processors or {}).items():
-        if not isinstance(name, str) or not name or not callable(function):
-            raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
+    check_processors(processors or {})
     max_context = model.max_position if max_context is None else max_context
     kind = torch.device(device).type
     graphs = kind == "cuda" and kernels.usable()
@@ -200,22 +204,12 @@ def make_program(
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
     tower = () if vision is None else tower_linears(vision.family, vision.config)
-    if default_adapters and vision is None:
-        raise ConfigError(
-            f"default_adapters={dict(default_adapters)}, but this program takes no media"
-        )
-    if lora_tower and vision is None:
-        raise ConfigError("lora_tower=True, but this program has no vision tower")
+    if vision is None:
+        check_no_media(default_adapters, lora_tower)
     if lora_tower is None:
         lora_tower = kind == "cpu" and vision is not None
-    if lora_rows is not None and adapter_bytes is not None:
-        raise ConfigError(
-            f"lora_rows={lora_rows} and adapter_bytes={adapter_bytes}: give at most one"
-        )
-    if adapter_bytes is not None:
-        held = tower if lora_tower else ()
-        lora_rows = rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab, held)
-    lora_rows = 128 if lora_rows is None else lora_rows
+    held = tower if lora_tower else ()
+    lora_rows = adapter_rows(model, dtype, lora_vocab, held, lora_rows, adapter_bytes)
     if row_buckets is None:
         row_buckets = default_row_buckets(max_rows) if graphs else ()
     settings = {} if image_processor is None else image_processor.call.to_dict()
@@ -266,10 +260,8 @@ def make_program(
         mrope_merge=0 if vision is None else vision.family.merge(vision.config),
     )
     if max_encoder_tokens is None:
-        max_encoder_tokens = max_batched_tokens
-        if vision is not None:
-            largest = most_embeds(vision.family, vision.config, settings)
-            max_encoder_tokens = max(max_encoder_tokens, largest)
+        largest = 0 if vision is None else most_embeds(vision.family, vision.config, settings)
+        max_encoder_tokens = max(max_batched_tokens, largest)
     config = with_encoder(config, max_encoder_tokens, encoder_cache_tokens, encoder_cache_bytes)
     config, encoder_bytes = check_config(config), 0
     if vision is not None and num_blocks is None and kv_bytes is None and not skip_encoder_profile:
@@ -292,43 +284,6 @@ def make_program(
         image_processor=image_processor if vision is not None else None,
         pictures=check_picture_options(pictures),
     )
-
-
-def check_steps_hold(length: int, max_batched_tokens: int, long_prefill_threshold: int) -> None:
-    """Raises ConfigError where no step computes an image of `length` positions whole."""
-    for name, limit in (
-        ("max_batched_tokens", max_batched_tokens),
-        ("long_prefill_threshold", long_prefill_threshold or max_batched_tokens),
-    ):
-        if limit < length:
-            raise ConfigError(
-                f"{name}={limit}: an image takes up to {length} positions, and rows of an image "
-                "see each other in this model, so a step computes all of them"
-            )
-
-
-def with_encoder(
-    config: Config, max_tokens: int, cache_tokens: int | None, cache_bytes: int | None
-) -> Config:
-    """The config with its encoder budgets; as many embeddings are kept as are made in a step, where
-    nothing else is said."""
-    if cache_tokens is not None and cache_bytes is not None:
-        raise ConfigError(
-            f"encoder_cache_tokens={cache_tokens} and encoder_cache_bytes={cache_bytes}: "
-            "give at most one"
-        )
-    if cache_bytes is not None:
-        cache_tokens = cache_bytes // config.encoder_row_bytes
-    if cache_tokens is None:
-        cache_tokens = max_tokens
-    return replace(config, max_encoder_tokens=max_tokens, encoder_cache_tokens=cache_tokens)
-
-
-def default_row_buckets(max_rows: int) -> tuple[int, ...]:
-    """1, 2, 4, then in steps of 8 up to 64, of 32 up to 512; nothing beyond is padded."""
-    sizes = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
-    largest = min(max_rows, 512)
-    return (*(b for b in sizes if b < largest), largest)
 
 
 def init(program: Program) -> EngineState:

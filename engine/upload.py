@@ -4,7 +4,6 @@ A copy from ordinary memory waits until the device has done all that was queued 
 """
 
 from collections.abc import Mapping
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -62,18 +61,26 @@ def sent_tensor(host: Tensor, device: str | torch.device) -> Tensor:
     return host.pin_memory().to(device, non_blocking=True)
 
 
-def landed(
-    index: Arrays, arenas: Mapping[str, Arena], device: str | torch.device
+def copy_stream(device: str | torch.device) -> torch.cuda.Stream | None:
+    """A stream for `sent_adapter`; None where there is no bus to cross."""
+    return torch.cuda.Stream(device) if on_gpu(device) else None
+
+
+def sent_adapter(
+    index: Arrays,
+    arenas: Mapping[str, Arena],
+    device: str | torch.device,
+    beside: torch.cuda.Stream | None,
 ) -> tuple[dict[str, Tensor], dict[str, Arena]]:
     """An adapter's arenas on the device, and where its rows go.
 
-    On a GPU they are copied beside the steps that run, on a stream of their own and into memory of
+    On a GPU they are copied beside the steps that run, on the stream `beside` and into memory of
     their own; what is queued from then on waits for them, and their memory is not used again before
     that is done. Arenas that are not pinned are copied just as well, but the host waits.
     """
-    if not on_gpu(device):
+    if beside is None:
         return sent(index, device), {name: _moved(a, device) for name, a in arenas.items()}
-    here, beside = torch.cuda.current_stream(device), _copies(torch.device(device))
+    here = torch.cuda.current_stream(device)
     with torch.cuda.stream(beside):
         places = sent(index, device)
         there = {name: _moved(arena, device) for name, arena in arenas.items()}
@@ -81,12 +88,6 @@ def landed(
     for tensor in (*places.values(), *(t for a in there.values() for t in (a.a_LSRD, a.b_LRO))):
         tensor.record_stream(here)
     return places, there
-
-
-@cache
-def _copies(device: torch.device) -> torch.cuda.Stream:
-    """One stream for all pools: they share the bus."""
-    return torch.cuda.Stream(device)
 
 
 def _moved(arena: Arena, device: str | torch.device) -> Arena:

@@ -23,7 +23,7 @@ from purestep.engine import (
 )
 from purestep.engine.config import describe, has_graph
 from purestep.engine.graphs import can_replay, graphs_of, replay
-from purestep.engine.program import default_row_buckets
+from purestep.engine.options import default_row_buckets
 from purestep.models.fused import decode_logits
 from tests.engine.tiny import (
     Driver,
