@@ -22,7 +22,7 @@ def check_processors(processors: Mapping[Any, Any]) -> None:
             raise ConfigError(f"processors: {name!r} must name a function, and {function!r} be one")
 
 
-def check_no_media(default_adapters: Mapping[str, str] | None, lora_tower: bool | None) -> None:
+def check_no_media(default_adapters: tuple[tuple[str, str], ...], lora_tower: bool | None) -> None:
     """Raises ConfigError for options that a program without a tower has no use for."""
     if default_adapters:
         raise ConfigError(
@@ -30,6 +30,14 @@ def check_no_media(default_adapters: Mapping[str, str] | None, lora_tower: bool 
         )
     if lora_tower:
         raise ConfigError("lora_tower=True, but this program has no vision tower")
+
+
+def adapter_pairs(default_adapters: Mapping[str, str] | None) -> tuple[tuple[str, str], ...]:
+    """(modality, adapter) in order. Raises ConfigError for what does not map names."""
+    given = {} if default_adapters is None else default_adapters
+    if not isinstance(given, Mapping) or not all(isinstance(name, str) for name in given):
+        raise ConfigError(f"default_adapters={given!r} must map modalities to adapters' names")
+    return tuple(sorted(given.items()))
 
 
 def adapter_rows(

@@ -20,6 +20,7 @@ from purestep.engine.native import use_native
 from purestep.engine.options import (
     IMAGE_LIMIT,
     MAX_BATCHED_TOKENS,
+    adapter_pairs,
     adapter_rows,
     check_no_media,
     check_processors,
@@ -204,8 +205,9 @@ def make_program(
         image_limit = 0 if vision is None else IMAGE_LIMIT
     vision = vision if image_limit else None
     tower = () if vision is None else tower_linears(vision.family, vision.config)
+    by_modality = adapter_pairs(default_adapters)
     if vision is None:
-        check_no_media(default_adapters, lora_tower)
+        check_no_media(by_modality, lora_tower)
     if lora_tower is None:
         lora_tower = kind == "cpu" and vision is not None
     held = tower if lora_tower else ()
@@ -249,7 +251,7 @@ def make_program(
         token_buckets=tuple(token_buckets),
         row_buckets=tuple(row_buckets),
         lora_vocab=lora_vocab,
-        default_adapters=tuple(sorted((default_adapters or {}).items())),
+        default_adapters=by_modality,
         lora_tower=lora_tower,
         tower=tower,
         vision=None if vision is None else vision.config,

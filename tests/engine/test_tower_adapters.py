@@ -342,6 +342,8 @@ def test_what_does_not_fit_is_refused(tmp_path: Path) -> None:
         load_adapter(narrow, folder(kind, "some"), name="some")
     with pytest.raises(ConfigError, match="lora_tower=True, but this program has no vision tower"):
         load_program(saved(kind)[0], device="cpu", image_limit=0, lora_tower=True)
+    with pytest.raises(ConfigError, match=r"\['image'\] must map modalities"):
+        load_program(saved(kind)[0], device="cpu", default_adapters=["image"])
     with pytest.raises(ConfigError, match=r"'image_url' is no modality.*audio, image, video"):
         load_program(saved(kind)[0], device="cpu", default_adapters={"image_url": "a"})
     with pytest.raises(ConfigError, match="takes no media"):
