@@ -178,10 +178,15 @@ def run_beside_copies(
 
 
 def decoding(program: Program, sources: list[str]) -> EngineState:
-    """A few rows that decode to the end of the context, and adapters that are known by name."""
+    """A few rows that decode, and adapters that are known by name."""
     state = init(program)
     for i, source in enumerate(sources):
         state = register_adapter(state, source, name=f"a{i}")
+    return with_rows(program, state)
+
+
+def with_rows(program: Program, state: EngineState) -> EngineState:
+    """With rows that decode to the end of the context."""
     rng = np.random.default_rng(0)
     sampling = SamplingParams(temperature=0, max_tokens=CONTEXT, ignore_eos=True)
     for i in range(ROWS):
@@ -195,6 +200,9 @@ def decoding(program: Program, sources: list[str]) -> EngineState:
 def timed_step(
     program: Program, state: EngineState, loader: Loader | None
 ) -> tuple[EngineState, float, list[AdapterLoaded]]:
+    """The state behind a step of all rows, its seconds, and what was loaded by then."""
+    if state.host.idle:  # a load may outlast the rows' context
+        state = with_rows(program, state)
     begin = time.perf_counter()
     state, outputs = step(program, state)
     events = loader.events(block=False) if loader else []
