@@ -204,12 +204,10 @@ def _forward(
     if drawn_S is not None:
         gather_(batch.token_T, plan, drawn_S)
     if fused:
-        return batch, fused_forward(
-            params, pool.layers, pool.kv, batch, config.model, pool.embed, **extras
-        )
-    return batch, forward(
-        params, pool.layers, pool.kv, batch, config.model, program.layer, pool.embed, **extras
-    )
+        args = batch, config.model, program.fused_layer, pool.embed
+        return batch, fused_forward(params, pool.layers, pool.kv, *args, **extras)
+    args = batch, config.model, program.layer, pool.embed
+    return batch, forward(params, pool.layers, pool.kv, *args, **extras)
 
 
 def _scored(

@@ -132,10 +132,11 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     graphs = graphs_of(pool)
     graphs.ahead = None  # what was queued has its logits where padding's go
     inputs, batch = padding(pool.config, shape)
+    args = program.params, pool.layers, pool.kv, batch, pool.config.model
     logits_RV = graphs.logits_RV[: shape.num_rows]
 
     def run() -> None:
-        decode_logits(program.params, pool.layers, pool.kv, batch, pool.config.model, logits_RV)
+        decode_logits(*args, logits_RV, program.fused_layer)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

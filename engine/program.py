@@ -39,8 +39,10 @@ from purestep.models.checkpoint import (
     load_vision,
     stop_ids,
 )
+from purestep.models.compiled import compile_fused_layer, compile_layer
 from purestep.models.config import ModelConfig
-from purestep.models.decoder import LayerFn, Params, compile_layer, decoder_layer
+from purestep.models.decoder import LayerFn, Params, decoder_layer
+from purestep.models.fused import FusedLayerFn, fused_layer
 from purestep.models.rope import rope_for_context
 from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import Vision
@@ -57,7 +59,8 @@ class Program:
     config: Config
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
-    fused: bool  # our own kernels (models/fused.py) take the layers' place
+    fused_layer: FusedLayerFn  # the same in our own kernels (models/fused.py)
+    fused: bool  # which is the one that runs
     graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
@@ -271,12 +274,13 @@ def make_program(
     config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
     # For every program on a CPU: the ops' bits must not depend on which program came first.
     native = kind == "cpu" and use_native()
-    fused = graphs or (native and dtype == "float32" and not compile)
-    compiled = compile and not fused and can_compile(device)
+    fused = graphs or (native and dtype == "float32")
+    compiled = compile and can_compile(device)
     return Program(
         config=config,
         params=params,
         layer=compile_layer() if compiled else decoder_layer,
+        fused_layer=compile_fused_layer() if compiled else fused_layer,
         fused=fused,
         graphs=graphs,
         tokenizer=tokenizer,

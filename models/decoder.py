@@ -6,7 +6,6 @@ rows), P paged adapter rows in blocks of R = 8.
 """
 
 from collections.abc import Callable, Sequence
-from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -312,67 +311,3 @@ def rms_norm(x_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
     x32_TD = x_TD.float()
     normed_TD = x32_TD * torch.rsqrt(x32_TD.pow(2).mean(-1, keepdim=True) + eps)
     return weight_D * normed_TD.to(x_TD.dtype)
-
-
-def compile_layer() -> LayerFn:
-    """`decoder_layer`, compiled: one graph with adapters and one without, whatever the batch, for
-    each window that layers of the model have.
-
-    All layers, token counts, row counts, block table widths and pool sizes share them, 1 included,
-    so nothing needs padding. Weights and P are part of the graph: another model, or another pool of
-    adapter rows, compiles again. Adapters that are passed without `batch.lora` (or the other way
-    round) make no third graph. Every call of this function has graphs of its own.
-    """
-    # Graphs hang on the code object and their number is limited to 8, for all models together.
-    own = FunctionType(decoder_layer.__code__.replace(), decoder_layer.__globals__)
-    compiled = torch.compile(own, fullgraph=True, dynamic=False)
-
-    def layer_fn(
-        layer: Layer,
-        adapters: LayerAdapters | None,
-        kv: Tensor,
-        h_TD: Tensor,
-        cos_TC: Tensor,
-        sin_TC: Tensor,
-        batch: Batch,
-        config: ModelConfig,
-        window: int,
-    ) -> Tensor:
-        if batch.lora is None:
-            adapters = None
-        new = not hasattr(batch.kv_index_T, "_dynamo_unbacked_indices")
-        if new:
-            _mark_batch(batch)
-        if new or window != config.windows[0]:
-            _mark_layer(kv, h_TD, cos_TC, sin_TC)
-        return compiled(layer, adapters, kv, h_TD, cos_TC, sin_TC, batch, config, window)
-
-    return layer_fn
-
-
-def _mark_layer(kv: Tensor, h_TD: Tensor, cos_TC: Tensor, sin_TC: Tensor) -> None:
-    """Tell the compiler which sizes vary. It matters when a graph is made, which is always in the
-    first layer that sees a batch, or in one whose window the first does not have; with the batch
-    it takes 60 us, in every layer of a 30-layer model it would take 2 ms a step.
-
-    Unbacked, since `dynamic=True` makes graphs of its own for size 1 and for a size that happens
-    to equal another one (T = 2 and the two halves of kv): 8 graphs in a walk over T = 1..64."""
-    from torch._dynamo.decorators import mark_unbacked  # here: it doubles the import time of torch
-
-    for tensor in (h_TD, cos_TC, sin_TC):
-        mark_unbacked(tensor, 0)
-    mark_unbacked(kv, 1)
-
-
-def _mark_batch(batch: Batch) -> None:
-    from torch._dynamo.decorators import mark_unbacked
-
-    for tensor in (batch.kv_index_T, batch.query_start_R1, batch.context_len_R):
-        mark_unbacked(tensor, 0)
-    if batch.end_T is not None:
-        mark_unbacked(batch.end_T, 0)
-    mark_unbacked(batch.block_table_RM, (0, 1))
-    if batch.lora is not None:
-        mark_unbacked(batch.lora.row_R, 0)
-        mark_unbacked(batch.lora.foreign_TR, (0, 1))
-        mark_unbacked(batch.lora.span_C2, 0)

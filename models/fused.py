@@ -29,6 +29,24 @@ from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
 from purestep.state.batch import Batch, LoraTiles
 
+FusedLayerFn = Callable[
+    [
+        Layer,
+        Tensor,
+        LayerAdapters | None,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Tensor,
+        Batch,
+        ModelConfig,
+        int,
+        bool,
+    ],
+    tuple[Tensor, Tensor],
+]
+
 
 def fused_forward(
     params: Params,
@@ -36,6 +54,7 @@ def fused_forward(
     kv: Sequence[Tensor],
     batch: Batch,
     config: ModelConfig,
+    layer_fn: FusedLayerFn | None = None,
     embed_rows: EmbedRows | None = None,
     *,
     uniform: bool = False,
@@ -43,39 +62,51 @@ def fused_forward(
     observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """As `decoder.forward`, for a batch whose `lora` is `LoraTiles`. `uniform` promises that token
-    t is the one query of row t, and that a row without context is padding."""
+    t is the one query of row t, and that a row without context is padding. `layer_fn` is
+    `fused_layer` or its compiled form."""
+    layer_fn = layer_fn or fused_layer
     h_TD = embed(params, embed_rows, batch, config.embed_scale)
     index_E, deeper = merge_embeds_(h_TD, embeds)
     table, local = rope_tables(config, batch, h_TD.dtype)
-    tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
-    y = inner_D = None  # the last product, and the norm of what it adds
+    norms = [*(layer.attn_norm_D for layer in params.layers), params.norm_D]
+    x_TD = add_rms_norm(h_TD, None, norms[0], config.norm_eps)[1]
     for i, (layer, window) in enumerate(zip(params.layers, config.windows, strict=True)):
-        h_TD, x_TD = add_rms_norm(h_TD, y, layer.attn_norm_D, config.norm_eps, inner_D)
         if observe is not None:
             observe(i, h_TD)
         if 0 < i <= len(deeper):
             add_deeper_(h_TD, index_E, deeper[i - 1])
-            x_TD = add_rms_norm(h_TD, None, layer.attn_norm_D, config.norm_eps)[1]
-        rows = adapters[i] if tiles is not None else None
-        y = attention(
-            layer,
-            rows,
-            kv[i],
-            x_TD,
-            *(local if window else table),
-            batch,
-            tiles,
-            config,
-            window,
-            uniform,
+            x_TD = add_rms_norm(h_TD, None, norms[i], config.norm_eps)[1]
+        rows = adapters[i] if batch.lora is not None else None
+        turn = local if window else table
+        h_TD, x_TD = layer_fn(
+            layer, norms[i + 1], rows, kv[i], h_TD, x_TD, *turn, batch, config, window, uniform
         )
-        inner_D = layer.attn_out_norm_D
-        h_TD, x_TD = add_rms_norm(h_TD, y, layer.mlp_norm_D, config.norm_eps, inner_D)
-        y, inner_D = mlp(layer, rows, x_TD, tiles, config), layer.mlp_out_norm_D
-    h_TD = add_rms_norm(h_TD, y, params.norm_D, config.norm_eps, inner_D)[1]
     if observe is not None:
-        observe(len(params.layers), h_TD)
-    return h_TD
+        observe(len(params.layers), x_TD)
+    return x_TD
+
+
+def fused_layer(
+    layer: Layer,
+    next_norm_D: Tensor,
+    adapters: LayerAdapters | None,
+    kv: Tensor,
+    h_TD: Tensor,
+    x_TD: Tensor,
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    batch: Batch,
+    config: ModelConfig,
+    window: int,
+    uniform: bool,
+) -> tuple[Tensor, Tensor]:
+    """One layer: hidden states and their norm by this layer's weights in, hidden states and their
+    norm by the next layer's out. Keys and values are written to `kv`."""
+    tiles = batch.lora if isinstance(batch.lora, LoraTiles) else None
+    y = attention(layer, adapters, kv, x_TD, cos_TC, sin_TC, batch, tiles, config, window, uniform)
+    h_TD, x_TD = add_rms_norm(h_TD, y, layer.mlp_norm_D, config.norm_eps, layer.attn_out_norm_D)
+    y = mlp(layer, adapters, x_TD, tiles, config)
+    return add_rms_norm(h_TD, y, next_norm_D, config.norm_eps, layer.mlp_out_norm_D)
 
 
 def attention(
@@ -134,7 +165,8 @@ def decode_logits(
     batch: Batch,
     config: ModelConfig,
     out_TV: Tensor | None = None,
+    layer_fn: FusedLayerFn | None = None,
 ) -> Tensor:
     """fp32 logits [T, V] of a uniform decode step: what a graph holds."""
-    hidden_TD = fused_forward(params, adapters, kv, batch, config, uniform=True)
+    hidden_TD = fused_forward(params, adapters, kv, batch, config, layer_fn=layer_fn, uniform=True)
     return head_linear(hidden_TD, params.head_VD, out_TV)

@@ -7,11 +7,12 @@ import torch
 from torch import Tensor
 
 from purestep.ops import kernels, native
+from purestep.ops.product import Product, listed, product_of
 
 
 @kernels.named("add_rms_norm")
 def add_rms_norm(
-    h_TD: Tensor, y: Tensor | None, weight_D: Tensor, eps: float, inner_D: Tensor | None = None
+    h_TD: Tensor, y: Product | None, weight_D: Tensor, eps: float, inner_D: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """(h + y, its RMS norm times the weight), both [T, D]; without `y` h itself and its norm.
 
@@ -19,6 +20,9 @@ def add_rms_norm(
     once. Normed in fp32, cast back, then scaled: the order of transformers, which shows in bf16.
     With `inner_D`, the weight of a norm that Gemma has there, `y` is normed before it is added.
     """
+    if torch.compiler.is_dynamo_compiling():
+        found = torch.ops.purestep.add_rms_norm(h_TD, listed(y), weight_D, eps, inner_D)
+        return (h_TD, *found) if y is None else tuple(found)
     if h_TD.is_cuda:
         from purestep.ops.kernels.elementwise import add_rms_norm as launch
 
@@ -50,3 +54,23 @@ def _normed(h_TD: Tensor, weight_D: Tensor, eps: float) -> Tensor:
 def joined(y: Tensor, dtype: torch.dtype) -> Tensor:
     """A product from its addends, or the product itself."""
     return y.sum(0).to(dtype) if y.dim() == 3 else y
+
+
+def _traced(
+    h_TD: Tensor, y: list[Tensor], weight_D: Tensor, eps: float, inner_D: Tensor | None
+) -> list[Tensor]:
+    """The norm, behind the sum where there is one: no output may be an input."""
+    if not y:
+        return [add_rms_norm(h_TD, None, weight_D, eps)[1]]
+    return list(add_rms_norm(h_TD, product_of(y), weight_D, eps, inner_D))
+
+
+torch.library.define(
+    "purestep::add_rms_norm",
+    "(Tensor h_TD, Tensor[] y, Tensor weight_D, float eps, Tensor? inner_D) -> Tensor[]",
+)
+torch.library.impl("purestep::add_rms_norm", ("cpu", "cuda"), _traced)
+torch.library.register_fake(
+    "purestep::add_rms_norm",
+    lambda h_TD, y, *_: [h_TD.new_empty(h_TD.shape) for _ in range(2 if y else 1)],
+)

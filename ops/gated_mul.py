@@ -11,7 +11,8 @@ from torch import Tensor
 
 from purestep.ops import kernels, native
 from purestep.ops.add_rms_norm import joined
-from purestep.ops.lora_linear import Shrunk
+from purestep.ops.lora_linear import Shrunk, flat, shrunk_of
+from purestep.ops.product import Product, listed, num_tokens, product_of
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
     "silu": F.silu,
@@ -21,7 +22,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by transformers' names
 
 @kernels.named("gated_mul")
 def gated_mul(
-    y: Tensor, dtype: torch.dtype, activation: str = "silu", shrunk: Shrunk | None = None
+    y: Product, dtype: torch.dtype, activation: str = "silu", shrunk: Shrunk | None = None
 ) -> Tensor:
     """activation(gate) * up, [T, F] in `dtype`, of gate and up side by side in the last dimension
     of `y`; `activation` is one of ACTIVATIONS.
@@ -29,6 +30,8 @@ def gated_mul(
     `y` is [T, 2F], or fp32 addends [n, T, 2F], which are summed in order and rounded once.
     `shrunk` (on a GPU) is what `shrunk_linear` has left to add to it first.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.gated_mul(listed(y), dtype, activation, flat(shrunk))
     gelu = activation != "silu"
     if not y.is_cuda:
         fits = y.dim() == 2 and dtype == torch.float32 and native.takes(y)
@@ -44,3 +47,18 @@ def gated_mul_ref(y: Tensor, dtype: torch.dtype, activation: str = "silu") -> Te
     """The specification, in plain torch; also what runs without a GPU or a compiler."""
     gate_TF, up_TF = joined(y, dtype).chunk(2, dim=-1)
     return ACTIVATIONS[activation](gate_TF) * up_TF
+
+
+def _traced(y: list[Tensor], dtype: torch.dtype, activation: str, shrunk: list[Tensor]) -> Tensor:
+    return gated_mul(product_of(y), dtype, activation, shrunk_of(shrunk))
+
+
+torch.library.define(
+    "purestep::gated_mul",
+    "(Tensor[] y, ScalarType dtype, str activation, Tensor[] shrunk) -> Tensor",
+)
+torch.library.impl("purestep::gated_mul", ("cpu", "cuda"), _traced)
+torch.library.register_fake(
+    "purestep::gated_mul",
+    lambda y, dtype, *_: y[0].new_empty(num_tokens(y), y[0].shape[-1] // 2, dtype=dtype),
+)

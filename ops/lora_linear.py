@@ -6,7 +6,7 @@ entries of the step's adapters in chunks of 16, X tiles of I tokens of one adapt
 
 from collections.abc import Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -14,6 +14,7 @@ from torch import Tensor
 
 from purestep.ops import kernels, native
 from purestep.ops.linear import linear_on_cpu
+from purestep.ops.product import Product, fake_product, told
 
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
 SKINNY = 64  # most tokens for which the product is memory's alone
@@ -54,7 +55,9 @@ def num_tiles(num_tokens: int, num_adapters: int) -> int:
 
 
 @kernels.named("lora_linear")
-def lora_linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None) -> Tensor:
+def lora_linear(
+    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None
+) -> Product:
     """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it.
 
     Which of the two is a function of T, the widths and the format; whoever reads it sums addends in
@@ -63,6 +66,8 @@ def lora_linear(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Delta
     read for it, and its bits depend on its own row and its own adapter alone: chunks are summed in
     order.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.lora_linear(x_TD, w_OD, bias_O, flat(deltas))
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, w_OD.shape[:1])
     y, h = _product(x_TD, w_OD, bias_O, deltas, room=True)
@@ -80,10 +85,14 @@ def shrunk_linear(
     bias_O: Tensor | None,
     deltas: Deltas | None,
     out_sizes: Sequence[int],
-) -> tuple[Tensor, Shrunk | None]:
+) -> tuple[Product, Shrunk | None]:
     """As `lora_linear` for slices of widths `out_sizes`, but on a GPU without the deltas' second
     half, which is for whoever reads the product: `rope_write_` and `gated_mul` take it. One launch
     less, and the product is not written and read once more."""
+    if torch.compiler.is_dynamo_compiling():
+        found = torch.ops.purestep.shrunk_linear(x_TD, w_OD, bias_O, flat(deltas), out_sizes)
+        left = deltas is not None and len(found) > 1
+        return (found[:-1], Shrunk(found[-1], deltas)) if left else (found, None)
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes), None
     y, h = _product(x_TD, w_OD, bias_O, deltas, room=False)
@@ -155,6 +164,8 @@ def lora_linear_ref(
 def lora_add_tiles_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[int]) -> None:
     """Add each token's own delta to a product of slices `out_sizes`, in place, and nothing to those
     without an adapter: as `lora_linear` does, for products that are made elsewhere. Contiguous."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.lora_add_tiles_(y_TO, x_TD, flat(deltas), out_sizes)
     if x_TD.is_cuda:
         from purestep.ops.kernels.deltas import add_slices_
 
@@ -183,6 +194,9 @@ def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Ten
         out_SV = torch.empty(
             (x_SD.shape[0], w_VD.shape[0]), dtype=torch.float32, device=x_SD.device
         )
+    if torch.compiler.is_dynamo_compiling():
+        torch.ops.purestep.head_linear_(out_SV, x_SD, w_VD)
+        return out_SV
     if not (x_SD.is_cuda and is_skinny(x_SD)):
         if not x_SD.is_cuda or x_SD.dtype == torch.float32:
             return out_SV.copy_(F.linear(x_SD, w_VD))
@@ -191,3 +205,83 @@ def head_linear(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Ten
 
     shape = products.skinny_shape(len(x_SD), 1 << 20, x_SD.shape[1])  # one split
     return products.skinny(x_SD, w_VD, None, out=out_SV, shape=shape)[0]
+
+
+def flat(given: Deltas | Shrunk | None) -> list[Tensor]:
+    """Their tensors, as an argument of a traced op; none has none."""
+    if isinstance(given, Shrunk):
+        return [given.h, *given.deltas]
+    return [] if given is None else [*given]
+
+
+def deltas_of(tensors: list[Tensor]) -> Deltas | None:
+    return Deltas(*tensors) if tensors else None
+
+
+def shrunk_of(tensors: list[Tensor]) -> Shrunk | None:
+    return Shrunk(tensors[0], Deltas(*tensors[1:])) if tensors else None
+
+
+def _lora_linear_traced(
+    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: list[Tensor]
+) -> list[Tensor]:
+    return told(lora_linear(x_TD, w_OD, bias_O, deltas_of(deltas)), x_TD)
+
+
+def _shrunk_linear_traced(
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: list[Tensor],
+    out_sizes: Sequence[int],
+) -> list[Tensor]:
+    """The product, and behind it what is left to its reader, on a GPU, where there are deltas."""
+    y, shrunk = shrunk_linear(x_TD, w_OD, bias_O, deltas_of(deltas), out_sizes)
+    return told(y, x_TD) + ([] if shrunk is None else [shrunk.h])
+
+
+def _shrunk_linear_fake(
+    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: list[Tensor], *_: Any
+) -> list[Tensor]:
+    found = fake_product(x_TD, w_OD.shape[0])
+    if deltas and x_TD.is_cuda:
+        a_SPD, _, row_E = deltas[:3]
+        sizes = x_TD.shape[0], a_SPD.shape[0] * row_E.shape[0]
+        length = torch.library.get_ctx().new_dynamic_size()
+        found.append(x_TD.new_empty(length, *sizes, dtype=torch.float32))
+    return found
+
+
+def _head_linear_traced_(out_SV: Tensor, x_SD: Tensor, w_VD: Tensor) -> None:
+    head_linear(x_SD, w_VD, out_SV)
+
+
+torch.library.define(
+    "purestep::lora_linear",
+    "(Tensor x_TD, Tensor w_OD, Tensor? bias_O, Tensor[] deltas) -> Tensor[]",
+)
+torch.library.impl("purestep::lora_linear", ("cpu", "cuda"), _lora_linear_traced)
+torch.library.register_fake(
+    "purestep::lora_linear", lambda x_TD, w_OD, *_: fake_product(x_TD, w_OD.shape[0])
+)
+torch.library.define(
+    "purestep::shrunk_linear",
+    "(Tensor x_TD, Tensor w_OD, Tensor? bias_O, Tensor[] deltas, int[] out_sizes) -> Tensor[]",
+)
+torch.library.impl("purestep::shrunk_linear", ("cpu", "cuda"), _shrunk_linear_traced)
+torch.library.register_fake("purestep::shrunk_linear", _shrunk_linear_fake)
+torch.library.define(
+    "purestep::lora_add_tiles_",
+    "(Tensor(a!) y_TO, Tensor x_TD, Tensor[] deltas, int[] out_sizes) -> ()",
+)
+torch.library.impl(
+    "purestep::lora_add_tiles_",
+    ("cpu", "cuda"),
+    lambda y_TO, x_TD, deltas, sizes: lora_add_tiles_(y_TO, x_TD, Deltas(*deltas), sizes),
+)
+torch.library.register_fake("purestep::lora_add_tiles_", lambda *_: None)
+torch.library.define(
+    "purestep::head_linear_", "(Tensor(a!) out_SV, Tensor x_SD, Tensor w_VD) -> ()"
+)
+torch.library.impl("purestep::head_linear_", ("cpu", "cuda"), _head_linear_traced_)
+torch.library.register_fake("purestep::head_linear_", lambda *_: None)

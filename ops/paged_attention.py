@@ -365,6 +365,10 @@ def decode_attention(
     On a GPU a small batch's keys are split over programs and joined in a fixed order; how often is
     a function of R and K.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.decode_attention(
+            q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window
+        )
     args = q_TNH, kv, query_start_R1, context_len_R, block_table_RM, scale, window
     if not q_TNH.is_cuda:
         return paged_attention(*args)
@@ -381,7 +385,14 @@ torch.library.define(
 )
 torch.library.impl("purestep::paged_attention", "cpu", _on_cpu)
 torch.library.impl("purestep::paged_attention", "cuda", _on_cuda)
-# The fake reads no size but q's, so that a compiled graph fits every number of rows and blocks.
-torch.library.register_fake(
-    "purestep::paged_attention", lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape)
+torch.library.define(
+    "purestep::decode_attention",
+    "(Tensor q_TNH, Tensor kv, Tensor query_start_R1, Tensor context_len_R,"
+    " Tensor block_table_RM, float scale, int window) -> Tensor",
 )
+torch.library.impl("purestep::decode_attention", ("cpu", "cuda"), decode_attention)
+# The fakes read no size but q's, so that a compiled graph fits every number of rows and blocks.
+for _name in ("paged_attention", "decode_attention"):
+    torch.library.register_fake(
+        f"purestep::{_name}", lambda q_TNH, *_: q_TNH.new_empty(q_TNH.shape)
+    )

@@ -3,19 +3,22 @@
 T tokens, N query heads, K key/value heads, H head size, C channels of a head that turn, n addends.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
 from purestep.ops import kernels, native
 from purestep.ops.add_rms_norm import joined
 from purestep.ops.kv_write import kv_write_
-from purestep.ops.lora_linear import Shrunk
+from purestep.ops.lora_linear import Shrunk, flat, shrunk_of
+from purestep.ops.product import Product, listed, num_tokens, product_of
 
 
 @kernels.named("rope_write_")
 def rope_write_(
     kv: Tensor,
-    y: Tensor,
+    y: Product,
     cos_TC: Tensor,
     sin_TC: Tensor,
     norm_NH: Tensor | None,
@@ -30,6 +33,10 @@ def rope_write_(
     once. With `norm_NH` (the weights of query heads, then of key heads) heads are normed before.
     `shrunk` (on a GPU) is what `shrunk_linear` has left to add to `y` first.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.rope_write_(
+            kv, listed(y), cos_TC, sin_TC, norm_NH, kv_index_T, eps, flat(shrunk)
+        )
     args = kv, y, cos_TC, sin_TC, norm_NH, kv_index_T, eps
     if not y.is_cuda:
         norms = () if norm_NH is None else (norm_NH,)
@@ -64,3 +71,31 @@ def rope_write_ref_(
     q_TNH, k_TKH = qk_TNH.split((qk_TNH.shape[1] - K, K), dim=1)
     kv_write_(kv, k_TKH.contiguous(), v_TKH, kv_index_T)
     return q_TNH.contiguous()
+
+
+def _traced(
+    kv: Tensor,
+    y: list[Tensor],
+    cos_TC: Tensor,
+    sin_TC: Tensor,
+    norm_NH: Tensor | None,
+    kv_index_T: Tensor,
+    eps: float,
+    shrunk: list[Tensor],
+) -> Tensor:
+    args = cos_TC, sin_TC, norm_NH, kv_index_T, eps
+    return rope_write_(kv, product_of(y), *args, shrunk_of(shrunk))
+
+
+def _fake(kv: Tensor, y: list[Tensor], *_: Any) -> Tensor:
+    K, H = kv.shape[3:]
+    return kv.new_empty(num_tokens(y), y[0].shape[-1] // H - 2 * K, H)
+
+
+torch.library.define(
+    "purestep::rope_write_",
+    "(Tensor(a!) kv, Tensor[] y, Tensor cos_TC, Tensor sin_TC, Tensor? norm_NH, Tensor kv_index_T,"
+    " float eps, Tensor[] shrunk) -> Tensor",
+)
+torch.library.impl("purestep::rope_write_", ("cpu", "cuda"), _traced)
+torch.library.register_fake("purestep::rope_write_", _fake)

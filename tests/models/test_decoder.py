@@ -19,13 +19,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from purestep.models.checkpoint import load_checkpoint
+from purestep.models.compiled import compile_layer
 from purestep.models.config import ModelConfig, fused_linears
 from purestep.models.decoder import (
     AdapterRows,
     LayerAdapters,
     LayerFn,
     Params,
-    compile_layer,
     decoder_layer,
     forward,
     logits,

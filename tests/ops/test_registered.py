@@ -1,0 +1,161 @@
+"""The fused decoder's ops as torch.compile sees them: schemas, outputs of their own, fakes that ask
+for no size.
+
+T tokens, D width, N query heads, K key/value heads, H head size, F MLP width, n addends.
+"""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
+
+from purestep.ops import add_rms_norm, gated_mul, paged_attention, product, rope_write  # noqa: F401
+from purestep.ops.lora_linear import Deltas, Shrunk, deltas_of, flat, shrunk_of
+from purestep.ops.product import product_of, told
+from tests.ops.forms import form
+from tests.ops.test_native import deltas
+
+OPS = torch.ops.purestep
+T, D, N, K, H, F, BLOCK = 5, 32, 4, 2, 8, 24, 4
+SIZES = (N * H, K * H, K * H)
+SLOTS = [0, -1, 1, 1, 0]
+
+DEVICES = [
+    "cpu",
+    pytest.param(
+        "cuda",
+        marks=[
+            pytest.mark.gpu,
+            pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+        ],
+    ),
+]
+
+
+def random(*shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def adapters(sizes: tuple[int, ...], width: int) -> list[Tensor]:
+    lora = deltas(SLOTS, width, sizes, [3, 20], 16)
+    return [x.nan_to_num() if x.is_floating_point() else x for x in lora]
+
+
+def places() -> list[Tensor]:
+    """Row starts, context lengths and block tables; the last row is padding."""
+    starts, lengths = torch.arange(T + 1).clamp(max=T - 1), torch.tensor([1, 4, 2, 3, 0])
+    return [starts.int(), lengths.int(), torch.arange(T).int()[:, None]]
+
+
+def cases() -> dict[str, tuple[Any, list[Any]]]:
+    """Arguments of each op, by a name for each form of it."""
+    h, w = random(T, D), random(D)
+    kv, qkv = random(2, T, BLOCK, K, H), random(T, sum(SIZES))
+    turn = [random(T, H), random(T, H)]
+    rope = [kv, [qkv], *turn, None, torch.tensor([0, 7, -1, 9, 14]), 1e-5, []]
+    x, gate_up = random(T, D), random(2 * F, D)
+    return {
+        "first norm": (OPS.add_rms_norm, [h, [], w, 1e-5, None]),
+        "norm": (OPS.add_rms_norm, [h, [random(T, D) + 1], w, 1e-5, None]),
+        "two norms": (OPS.add_rms_norm, [h, [random(T, D) + 1], w, 1e-5, w + 1]),
+        "rope": (OPS.rope_write_, rope),
+        "rope and norm": (OPS.rope_write_, [*rope[:4], random(N + K, H), *rope[5:]]),
+        "decode": (OPS.decode_attention, [random(T, N, H), kv, *places(), H**-0.5, 0]),
+        "window": (OPS.decode_attention, [random(T, N, H), kv, *places(), H**-0.5, 2]),
+        "silu": (OPS.gated_mul, [[random(T, 2 * F)], torch.float32, "silu", []]),
+        "gelu": (OPS.gated_mul, [[random(T, 2 * F)], torch.float32, "gelu_pytorch_tanh", []]),
+        "product": (OPS.lora_linear, [x, gate_up, random(2 * F), []]),
+        "one slice": (OPS.lora_linear, [x, gate_up, None, adapters((2 * F,), D)]),
+        "bare slices": (OPS.shrunk_linear, [x, gate_up, None, [], [F, F]]),
+        "slices": (OPS.shrunk_linear, [x, gate_up, None, adapters((F, F), D), [F, F]]),
+        "tiles": (OPS.lora_add_tiles_, [random(T, 2 * F), x, adapters((F, F), D), [F, F]]),
+        "head": (OPS.head_linear_, [torch.zeros(T, 2 * F), x, gate_up]),
+    }
+
+
+def on(device: str, dtype: torch.dtype, value: Any) -> Any:
+    """Floating-point tensors in another format, all of them on another device."""
+    if isinstance(value, list):
+        return [on(device, dtype, item) for item in value]
+    if not isinstance(value, Tensor):
+        return dtype if value is torch.float32 else value
+    return value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("ops", ["C", "torch"])
+@pytest.mark.parametrize("name", cases())
+def test_opcheck(name: str, ops: str, device: str) -> None:
+    """float32, and bfloat16 on a GPU, where products have addends."""
+    op, args = cases()[name]
+    with form(ops):
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if device == "cpu" else 2]:
+            given = on(device, dtype, args)
+            if op is OPS.head_linear_:
+                given[0] = given[0].float()
+            torch.library.opcheck(op.default, given)
+
+
+@pytest.mark.parametrize("name", ["product", "one slice", "bare slices", "slices"])
+def test_opcheck_of_products_with_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As products of 16 bits on a GPU are told."""
+    monkeypatch.setattr(product, "has_addends", lambda _: True)
+    op, args = cases()[name]
+    found = op(*args)
+    assert [len(y) for y in found] == [T, 0]
+    torch.library.opcheck(op.default, args)
+
+
+def test_a_product_is_found_in_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, whole, addends = random(T, D), random(T, F), random(3, T, F)
+    assert [y is whole for y in told(whole, x)] == [True]
+    monkeypatch.setattr(product, "has_addends", lambda _: True)
+    assert product_of(told(whole, x)) is whole
+    assert product_of(told(addends, x)) is addends
+
+
+def test_deltas_come_back_from_their_tensors() -> None:
+    lora, h = deltas(SLOTS, D, (F,), [3, 20], 16), random(2, T, 48)
+    assert flat(None) == []
+    assert deltas_of([]) is shrunk_of([]) is None
+    back = shrunk_of(flat(Shrunk(h, lora)))
+    assert back.h is h
+    for given in (back.deltas, deltas_of(flat(lora))):
+        assert isinstance(given, Deltas)
+        assert all(a is b for a, b in zip(given, lora, strict=True))
+
+
+@pytest.mark.parametrize("few", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("with_lora", [False, True])
+def test_fakes_of_a_gpu_know_no_lengths(few: torch.dtype, with_lora: bool) -> None:
+    """Of a product in 16 bits there are two forms, of which T decides; of float32 one. What is left
+    of deltas comes last."""
+    with FakeTensorMode(shape_env=ShapeEnv()):
+        x, w = (torch.empty(n, D, dtype=few, device="cuda") for n in (T, 2 * F))
+        wide, norm = (torch.empty(*n, dtype=few, device="cuda") for n in ((T, 2 * F), (2 * F,)))
+        a, b = torch.empty(2, 40, D, device="cuda"), torch.empty(40, 2 * F, device="cuda")
+        tiles = [torch.empty(n, dtype=torch.int32, device="cuda") for n in ((48,), (4, 2), (3, 16))]
+        lora = [a, b, *tiles] if with_lora else []
+        found = OPS.shrunk_linear(x, w, None, lora, [F, F])
+        lone = OPS.lora_linear(x, w, None, lora)
+        *y, h = found if with_lora else [*found, None]
+        shrunk = [h, *lora] if with_lora else []
+        active = OPS.gated_mul(y, few, "silu", shrunk)
+        total, normed = OPS.add_rms_norm(wide, lone, norm, 1e-5, None)
+    if few == torch.float32:
+        assert [z.shape for z in y] == [(T, 2 * F)]
+    else:
+        whole, addends = y
+        assert (whole.dtype, addends.dtype) == (few, torch.float32)
+        assert whole.shape[1:] == (2 * F,)
+        assert addends.shape[1:] == (T, 2 * F)
+        assert all(free_unbacked_symbols(z.shape[0]) for z in y)
+    assert len(lone) == len(y)
+    if with_lora:
+        assert (h.dtype, h.shape[1:]) == (torch.float32, (T, 2 * 48))
+        assert free_unbacked_symbols(h.shape[0])
+    assert (active.shape, active.dtype) == ((T, F), few)
+    assert total.shape == normed.shape == (T, 2 * F)
