@@ -5,8 +5,8 @@ graphs share. It belongs to a pool: KV pages and adapter rows are baked in by ad
 bucket, V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ from purestep.engine.pack import (
 )
 from purestep.engine.pool import Pool, claim
 from purestep.engine.program import Program
-from purestep.models.fused import decode_logits
+from purestep.models.fused import decode_logits, fused_forward
 from purestep.state.adapters import Residence
 from purestep.state.batch import Batch
 from purestep.state.engine import EngineState
@@ -166,13 +166,14 @@ def warm_up(
     program: Program,
     state: EngineState,
     rows: Iterable[int] | None = None,
-    adapters: Iterable[int] = (0,),
+    adapters: Collection[int] = (0,),
 ) -> None:
-    """Capture the graphs of decode steps before they are met.
+    """Capture the graphs of decode steps before they are met, and with `compile=True` compile what
+    all other steps run.
 
     For each number of rows (all buckets, if none is given) and of active adapters. `state` is not
-    changed. Does nothing where decode steps are not replayed, as on a CPU. Raises
-    DonatedStateError for a spent state.
+    changed. On a CPU nothing is captured, and what plain torch runs (models/decoder.py) is compiled
+    when it is met. Raises DonatedStateError for a spent state.
     """
     pool, config = claim(state.device), state.config
     with torch.inference_mode():
@@ -182,3 +183,16 @@ def warm_up(
                 graphs = graphs_of(pool) if has_graph(config, shape) else None
                 if graphs is not None and shape not in graphs.captured:
                     graphs.captured[shape] = capture(program, pool, shape)
+        if config.compile and program.fused:
+            for num_active in adapters:
+                _run_padding(program, pool, num_active)
+
+
+def _run_padding(program: Program, pool: Pool, num_active: int) -> None:
+    """A step that is not replayed, with no row in it: nothing is written."""
+    config = pool.config
+    _, batch = padding(config, describe(config, 2, 2, num_active))
+    ends = [torch.zeros_like(batch.kv_index_T)] if config.bidirectional else []
+    for end_T in (None, *ends):
+        args = replace(batch, end_T=end_T), config.model, program.fused_layer
+        fused_forward(program.params, pool.layers, pool.kv, *args)
