@@ -172,9 +172,10 @@ def make_program(
     *processor_args) -> fp32 logits [V]; requests name them, and one that raises ends its request
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
-    On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
-    `compile` is for other devices, since nothing is left to fuse there (models/fused.py); on a CPU
-    it takes the place of our own code for float32, which is the faster one.
+    On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`.
+    `compile` gives the decoder's layer to torch.compile (models/compiled.py). Where the layer is
+    one of our own kernels, its bits stay the same, and as these leave nothing to fuse, nothing is
+    gained; elsewhere it takes the place of plain torch.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `lora_tower` does the same for adapters on the linears of a vision tower and its projector.

@@ -2,8 +2,9 @@
 
 Between two products lies one kernel, which joins the addends of the first one (`lora_linear`), adds
 what adapters have left to add (`shrunk_linear`) and does all the elementwise work. On a GPU they
-are Triton's, on a CPU C's (float32 alone). There is nothing left for a compiler to fuse, so none is
-needed, and none has to be waited for. T token rows, D hidden, V vocabulary, S sampled rows.
+are Triton's, on a CPU C's (float32 alone). There is nothing left for a compiler to fuse, so none
+has to be waited for; each is an op that one can trace (models/compiled.py). T token rows, D hidden,
+V vocabulary, S sampled rows.
 """
 
 from collections.abc import Callable, Sequence

@@ -282,3 +282,37 @@ def test_a_warm_program_captures_no_more() -> None:
     assert graphs_of(state.device.pool).captured == captured
     _, done = run(program, twin, requests)
     assert len(done) == 7
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("driver", [step, step_ahead], ids=lambda d: d.__name__)
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_compiled_layer_changes_no_bit(dtype: str, driver: Driver) -> None:
+    """Graphs of it and steps beside them, after a warm-up none of which compiles anything."""
+    options = {"dtype": dtype, "max_batched_tokens": 96, "max_rows": 8, "row_buckets": (1, 4, 8)}
+    eager, program = gpu_program(**options), gpu_program(compile=True, **options)
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    state = with_ranks(program, RANKS)
+    warm_up(program, state, adapters=(0, 1, 2, 4, 8))
+    assert counters["stats"]["unique_graphs"] == 4
+    wishes = [None, "0", "2", "4", "1"]
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for count, long in ((12, 7), (1, 1), (3, 30)):
+            requests = [
+                request(str(n), prompt(n, 1 + long * n % 80), wishes[n % 5], max_tokens=3 + 5 * n)
+                for n in range(count)
+            ]
+            _, got = run(program, with_ranks(program, RANKS), requests, driver)
+            _, want = run(eager, with_ranks(eager, RANKS), requests, driver)
+            for name, done in want.items():
+                assert got[name].tokens.tolist() == done.tokens.tolist()
+                assert got[name].logprobs.tolist() == done.logprobs.tolist()
+    replayed = decoding(program, ["0", None, "2"])
+    _, plan = schedule(replayed.config, replayed.host)
+    plain = decoding(eager, ["0", None, "2"])
+    with torch.inference_mode():
+        got = replay(program, replayed.device.pool, plan)
+        assert torch.equal(got, replay(eager, plain.device.pool, plan))
+    assert counters["stats"]["unique_graphs"] == 4

@@ -23,10 +23,12 @@ T, D, N, K, H, F, BLOCK = 5, 32, 4, 2, 8, 24, 4
 SIZES = (N * H, K * H, K * H)
 SLOTS = [0, -1, 1, 1, 0]
 
-DEVICES = [
-    "cpu",
+WHERE = [
+    ("cpu", "C"),
+    ("cpu", "torch"),
     pytest.param(
         "cuda",
+        "torch",
         marks=[
             pytest.mark.gpu,
             pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
@@ -85,10 +87,9 @@ def on(device: str, dtype: torch.dtype, value: Any) -> Any:
     return value.to(device, dtype if value.is_floating_point() else value.dtype)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("ops", ["C", "torch"])
+@pytest.mark.parametrize(("device", "ops"), WHERE)
 @pytest.mark.parametrize("name", cases())
-def test_opcheck(name: str, ops: str, device: str) -> None:
+def test_opcheck(name: str, device: str, ops: str) -> None:
     """float32, and bfloat16 on a GPU, where products have addends."""
     op, args = cases()[name]
     with form(ops):
@@ -96,7 +97,15 @@ def test_opcheck(name: str, ops: str, device: str) -> None:
             given = on(device, dtype, args)
             if op is OPS.head_linear_:
                 given[0] = given[0].float()
-            torch.library.opcheck(op.default, given)
+            torch.library.opcheck(op.default, given, test_utils=checks(op, given))
+
+
+def checks(op: Any, args: list[Any]) -> tuple[str, ...]:
+    """All that opcheck has; but what a token's products with rows of other adapters hold is
+    unwritten, and so is not the same twice."""
+    known = "test_schema", "test_autograd_registration", "test_faketensor"
+    left = op is OPS.shrunk_linear and args[3] and args[0].is_cuda
+    return known if left else (*known, "test_aot_dispatch_dynamic")
 
 
 @pytest.mark.parametrize("name", ["product", "one slice", "bare slices", "slices"])
