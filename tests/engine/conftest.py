@@ -14,11 +14,12 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     def capture(program: Program, pool, shape) -> Graph:
         inputs, batch = padding(pool.config, shape)
+        args = program.params, pool.layers, pool.kv, batch, pool.config.model
         out = graphs_of(pool).logits_RV[: shape.num_rows]
 
         def replay() -> None:
             replays.append(shape.num_rows)
-            decode_logits(program.params, pool.layers, pool.kv, batch, pool.config.model, out)
+            decode_logits(*args, out, program.fused_layer)
 
         return Graph(inputs=inputs, batch=batch, replay=replay, program=program)
 

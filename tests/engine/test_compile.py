@@ -3,6 +3,7 @@ compiler."""
 
 import shutil
 import warnings
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -67,6 +68,22 @@ def test_two_graphs_serve_every_batch_with_the_same_bits() -> None:
         twin = fork(program, state, num_blocks=70)
         assert len(run(program, twin)[1]) == len(run(program, state)[1]) == 3
     assert graphs() == 2
+
+
+@needs_compiler
+def test_steps_that_are_replayed_have_two_more(
+    monkeypatch: pytest.MonkeyPatch, eager_graphs: list[int]
+) -> None:
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    options = OPTIONS | {"row_buckets": (1, 2, 8)}
+    program, eager = (
+        replace(tiny_program(compile=on, **options), graphs=True) for on in (True, False)
+    )
+    for count, adapters in ((9, "abcd"), (3, "")):
+        assert_equal_bits(program, eager, mixed(0, count, adapters))
+    assert {1, 2, 8} <= {*eager_graphs}
+    assert graphs() == 4
 
 
 @needs_compiler
