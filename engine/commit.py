@@ -15,6 +15,7 @@ from purestep.engine.ends import (
     failed_rows,
     faulty_rows,
     finish,
+    in_doubt,
     new_texts,
     sampled_ends,
     unsound_rows,
@@ -78,7 +79,7 @@ def commit(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
-    after = _without(config, host, plan, rows, changed, full, ends)
+    after = _without(config, host, plan, result, rows, changed, full, ends)
     if plan.encodes or host.encoder.holders:
         encoder = settled(host, plan, [rows.ids[row] for row in ends])
         if result.faults:
@@ -255,6 +256,7 @@ def _without(
     config: Config,
     host: HostState,
     plan: StepPlan,
+    result: StepResult,
     rows: Rows,
     changed: dict[str, RequestState],
     full: list[int],
@@ -262,7 +264,8 @@ def _without(
 ) -> HostState:
     """The state with `rows` and `changed` in place and `plan` landed: blocks that the plan behind
     it fills are findable if their last ids are known by now, and what the rows that end held is
-    freed, their blocks with the last plan in flight that uses them."""
+    freed, their blocks with the last plan in flight that uses them. If the result is in doubt,
+    nobody finds what those computed who left in flight: it may be theirs that went wrong."""
     records, leaving = host.requests, list(ends)
     if changed or leaving:
         with host.requests.mutate() as requests:
@@ -277,7 +280,10 @@ def _without(
     draft = BlockDraft(host.blocks)
     for block, digest in filled:
         draft.register(block, digest)
+    doubt = bool(host.departed) and in_doubt(result)
     for step, _, table in host.departed:
+        for block in table.tolist() if doubt else ():
+            draft.forget(block)
         if step == plan.step:
             draft.release(table)
     flown = evolve(flown, departed=tuple(d for d in host.departed if d[0] != plan.step))

@@ -45,11 +45,19 @@ def faulty_rows(host: HostState, result: StepResult) -> dict[int, End]:
     one behind it."""
     wrong, ends = {(name, said): why for name, said, why in result.faults}, {}
     for row, key in enumerate(host.rows.ids if wrong else ()):
-        for i, feature in enumerate(host.requests[key].request.features):
+        for i, feature in enumerate(host.requests[key].features):
             if why := wrong.get((feature.identifier, feature.num_embeds)):
                 error = f"item {i} ({feature.modality}): {why}"
                 ends[row] = End(FinishReason.ERROR, error=error, void=True)
     return ends
+
+
+def in_doubt(result: StepResult) -> bool:
+    """Whether something in a step was not finite, or not what requests say of it."""
+    scores = (scores.logprob_N for scores in result.scored)
+    return bool(result.faults) or not (
+        np.isfinite(result.logprob_S).all() and all(np.isfinite(s).all() for s in scores)
+    )
 
 
 def untrusted_rows(ends: Mapping[int, End]) -> list[int]:

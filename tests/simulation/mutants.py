@@ -15,8 +15,9 @@ from typing import Any
 import numpy as np
 
 from purestep.engine.admission import _prefix_hits, _Queue, _start_row
-from purestep.engine.commit import _filled_blocks, _next_digest, _without, commit
+from purestep.engine.commit import _filled_blocks, _next_digest, _not_kept, _without, commit
 from purestep.engine.encoding import Encoding, _encoded_item, settled
+from purestep.engine.ends import faulty_rows
 from purestep.engine.media import plan_positions
 from purestep.engine.planning import _gathered, _sampling, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
@@ -500,8 +501,32 @@ MUTANTS = (
     mutant(
         "what a row wrote whose logits are not finite is still found",
         _without,
-        "draft.forget(block)",
-        "pass",
+        "for row in untrusted_rows(ends):",
+        "for row in ():",
+    ),
+    mutant(
+        "what left in flight is found though something in its step went wrong",
+        _without,
+        "if doubt else ()",
+        "if False else ()",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
+    ),
+    mutant(
+        "an output of another size ends nobody whose encoder has an adapter",
+        faulty_rows,
+        ".features",
+        ".request.features",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
+    ),
+    mutant(
+        "an output of another size is kept for whoever comes next",
+        _not_kept,
+        " in wrong",
+        " in ()",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
     ),
     mutant(
         "a row whose logits are not finite goes on",

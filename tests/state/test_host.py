@@ -110,9 +110,9 @@ class HostMachine(RuleBasedStateMachine):
     def whole_state(self, kind: str) -> None:
         self.machine.do((kind, {}))
 
-    @rule(pick=picks)
-    def logits_are_not_finite(self, pick: int) -> None:
-        self.machine.do(("spoil", {"pick": pick}))
+    @rule(pick=picks, kind=st.sampled_from(("spoil", "misfit")))
+    def results_are_void(self, pick: int, kind: str) -> None:
+        self.machine.do((kind, {"pick": pick}))
 
     @rule()
     def other_weights(self) -> None:
@@ -210,6 +210,38 @@ def test_a_failed_step_does_not_spoil_a_chain_of_copies() -> None:
     assert {i: c.tokens.tolist() for i, c in again.items()} == {
         i: c.tokens.tolist() for i, c in right.items()
     }
+
+
+@pytest.mark.parametrize("kind", ["spoil", "misfit"])
+def test_what_left_in_flight_is_not_found_if_its_step_went_wrong(kind: str) -> None:
+    """Its blocks were findable from when they were planned, and nobody else ends with an error."""
+    machine = Machine(toy_config(max_batched_tokens=20, max_encoder_tokens=9))
+    item = {"media": [(4, 2, 0, 0)] if kind == "misfit" else [], "embeds": None}
+    words = {"tokens": [1] * 13, "sampling": {"temperature": 0.0, "max_tokens": 4}, **item}
+    machine.do(("submit", {"id": "a", **words}))
+    machine.do(("ahead", {}))
+    machine.do(("abort", {"pick": 0}))
+    machine.do((kind, {"pick": 0}))
+    machine.do(("step", {}))
+    machine.do(("submit", {"id": "b", **words}))
+    machine.drain()
+    assert not machine.live
+
+
+def test_an_output_of_another_size_ends_those_whose_encoder_has_an_adapter() -> None:
+    """Such outputs have names of their own."""
+    machine = Machine(toy_config(max_batched_tokens=26, max_encoder_tokens=18))
+    machine.do(("load", {"name": "fr", "version": "v2", "again": False}))
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    words = {"tokens": [1] * 13, "media": [(4, 2, 0, 0)], "embeds": None, "sampling": sampling}
+    machine.do(("submit", {"id": "a", "adapter": "fr", **words}))
+    machine.do(("submit", {"id": "b", **words}))
+    machine.do(("ahead", {}))
+    assert len(machine.state.host.in_flight[0].encodes) == 2
+    machine.do(("misfit", {"pick": 0}))
+    machine.do(("step", {}))
+    assert len(machine.live) == 1, "one of the two has the item as it should be"
+    machine.drain()
 
 
 def test_equal_prompts_of_one_step_share_blocks() -> None:
