@@ -470,13 +470,20 @@ def released(
     """Free the blocks of rows that leave, now or with the newest plan in flight that has the row,
     since it still reads and writes them; returns who has departed by then."""
     departed = list(host.departed)
-    users = [(plan.step, set(plan.row_ids)) for plan in reversed(host.in_flight)]
+    users = [
+        (plan.step, set(plan.row_ids), [target for _, target in plan.copies])
+        for plan in reversed(host.in_flight)
+    ]
     for key, table in zip(keys, tables, strict=True):
-        step = next((step for step, ids in users if key in ids), None)
-        if step is None:
-            draft.release(table)
+        for step, ids, copied in users:
+            if key in ids:
+                departed.append((step, key, table))
+                break
+            if np.isin(copied, table).any():  # a branch's, in a step with no token of its row
+                departed.append((step, "", table))
+                break
         else:
-            departed.append((step, key, table))
+            draft.release(table)
     return tuple(departed)
 
 

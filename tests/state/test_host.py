@@ -212,6 +212,19 @@ def test_a_failed_step_does_not_spoil_a_chain_of_copies() -> None:
     }
 
 
+def test_a_block_that_a_plan_in_flight_copies_is_held_though_its_row_has_no_token_in_it() -> None:
+    machine = Machine(toy_config(max_batched_tokens=3, max_rows=3))
+    sampling = {"temperature": 0.0, "max_tokens": 6}
+    machine.do(("submit", {"id": "p", "tokens": [1] * 9, "embeds": None, "sampling": sampling}))
+    machine.do(("step", {}))
+    machine.do(("branch", {"pick": 0, "count": 1}))
+    machine.do(("ahead", {}))
+    plan = machine.state.host.in_flight[0]
+    assert plan.copies and plan.row_ids == ("p",)
+    machine.do(("abort", {"pick": 1}))
+    machine.drain()
+
+
 @pytest.mark.parametrize("kind", ["spoil", "misfit"])
 def test_what_left_in_flight_is_not_found_if_its_step_went_wrong(kind: str) -> None:
     """Its blocks were findable from when they were planned, and nobody else ends with an error."""
