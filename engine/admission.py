@@ -23,9 +23,10 @@ from purestep.state.adapters import (
     victims_for,
 )
 from purestep.state.blocks import BlockDraft
-from purestep.state.engine import HostState, Rows, completion, make_row
+from purestep.state.engine import HostState
 from purestep.state.media import outside_groups
-from purestep.state.request import Completion, FinishReason, RequestState
+from purestep.state.request import Completion, FinishReason, RequestState, completion
+from purestep.state.rows import Rows, make_row
 
 
 @dataclass(slots=True)

@@ -23,19 +23,14 @@ from purestep.engine.ends import (
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import dropped
-from purestep.state.engine import (
-    HostState,
-    Rows,
-    plan_places,
-    released,
-    take_rows,
-    with_tails,
-)
+from purestep.state.engine import HostState
 from purestep.state.errors import StepError
 from purestep.state.hashing import ids_digest
+from purestep.state.in_flight import plan_places, released
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.pytree import evolve
 from purestep.state.request import FinishReason, RequestState
+from purestep.state.rows import Rows, take_rows, with_tails
 from purestep.state.scores import locked
 
 

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from purestep.engine.config import Config
-from purestep.state.engine import HostState, Rows, completed_record, completion
+from purestep.state.engine import HostState
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.pytree import evolve
-from purestep.state.request import Completion, FinishReason, RequestState
+from purestep.state.request import Completion, FinishReason, RequestState, completion
+from purestep.state.rows import Rows, completed_record
 from purestep.state.scores import locked
 from purestep.state.text import decode, find_stop, overlap, tellable
 

@@ -21,26 +21,19 @@ from purestep.state.encoder import let_go
 from purestep.state.engine import (
     EngineState,
     HostState,
-    Rows,
-    add_rows,
     drop_blobs,
     drop_copies,
     live,
-    make_row,
     progress,
     quiet,
-    released,
-    take_rows,
 )
 from purestep.state.errors import RequestError
 from purestep.state.hashing import block_digests, chain_root, random_stream, request_seed
+from purestep.state.in_flight import released
 from purestep.state.media import media_extras
-from purestep.state.request import (
-    Request,
-    RequestState,
-    checked_request,
-    frozen,
-)
+from purestep.state.request import Request, RequestState, frozen
+from purestep.state.request_rules import checked_request
+from purestep.state.rows import Rows, add_rows, make_row, take_rows
 
 
 def submit(state: EngineState, request: Request) -> EngineState:

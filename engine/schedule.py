@@ -21,20 +21,13 @@ from purestep.engine.planning import make_plan
 from purestep.engine.policy import Order, Policy, checked_order, fcfs
 from purestep.state.adapters import count_users, load_asked, num_unevictable, touch
 from purestep.state.blocks import BlockDraft
-from purestep.state.engine import (
-    HostState,
-    Rows,
-    add_rows,
-    chain,
-    completed_record,
-    drawn_in_flight,
-    drop_copies,
-    take_rows,
-)
+from purestep.state.engine import HostState, drop_copies
 from purestep.state.errors import InFlightError, StepError
+from purestep.state.in_flight import drawn_in_flight
 from purestep.state.plan import StepPlan
 from purestep.state.pytree import evolve
 from purestep.state.request import Completion, FinishReason, RequestState, frozen
+from purestep.state.rows import Rows, add_rows, chain, completed_record, take_rows
 from purestep.state.scores import locked
 from purestep.state.tables import grown, newest
 

@@ -35,9 +35,10 @@ from purestep.simulation.longrun import Failure, World, random_world, run_random
 from purestep.state.adapters import activate, slot_of, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import hold, shrunk
-from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
+from purestep.state.in_flight import plan_places, released
 from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
+from purestep.state.rows import completed_record, make_row
 
 STEPS_OF_ONE_STATE = 150  # many configs: what an item's bug needs is not in every one
 

@@ -44,7 +44,8 @@ from purestep.simulation.strategies import (
 )
 from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.canonical import digest, from_plain, to_plain
-from purestep.state.engine import EngineState, check_host, progress
+from purestep.state.checks import check_host
+from purestep.state.engine import EngineState, progress
 from purestep.state.errors import RequestError
 from purestep.state.plan import Outputs, StepResult
 from purestep.state.request import Completion, FinishReason, Request, frozen
