@@ -10,9 +10,7 @@ from purestep.engine.config import Config, row_limit
 from purestep.engine.encoding import Encoding
 from purestep.engine.policy import Order
 from purestep.engine.quota import quota_room
-from purestep.state.adapters import (
-    AdapterLedger,
-    Reservation,
+from purestep.state.adapter_places import (
     activate,
     has_place,
     keeping,
@@ -22,6 +20,7 @@ from purestep.state.adapters import (
     slot_of,
     victims_for,
 )
+from purestep.state.adapters import AdapterLedger, Reservation
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState
 from purestep.state.media import outside_groups
@@ -67,7 +66,7 @@ def admit(
     again, before anybody who stands behind them; so nobody overtakes a request of his own adapter.
 
     Bounded wait: a request that is skipped `adapter_age_limit` steps after it was queued gets a
-    promise (`state/adapters.py: reserve`), also where its adapter is there but is to leave for an
+    promise (`state/adapter_places.py`), also where its adapter is there but is to leave for an
     older one: the place of adapters whose running rows are let run out. Until it is taken these get
     no new rows, and no other adapter comes in but those that have a promise too and leave the room
     for this one; so that, given free blocks and rows and a policy that puts nothing else in front,

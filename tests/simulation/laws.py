@@ -15,7 +15,8 @@ from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
-from purestep.state.adapters import check_adapters, has_place, pinned_versions, victims_for
+from purestep.state.adapter_places import has_place, victims_for
+from purestep.state.adapters import check_adapters, pinned_versions
 from purestep.state.blocks import check_blocks, free_order, held_blocks
 from purestep.state.checks import block_holders, check_rows, encoder_items
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed

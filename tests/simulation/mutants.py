@@ -32,7 +32,7 @@ from purestep.engine.schedule import (
 from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.events import ROOMY
 from purestep.simulation.longrun import Failure, World, random_world, run_random
-from purestep.state.adapters import activate, slot_of, victims_for
+from purestep.state.adapter_places import activate, slot_of, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import hold, shrunk
 from purestep.state.hashing import block_digests, chain_root
