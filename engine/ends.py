@@ -210,3 +210,11 @@ def _final_text(config: Config, record: RequestState, end: End) -> bytes:
         return config.tokens.join(record.generated)[: end.num_text]
     hides_last = isinstance(end.stop, int) and not record.request.sampling.include_stop
     return config.tokens.join(record.generated[:-1] if hides_last else record.generated)
+
+
+def ended_request(
+    config: Config, record: RequestState, reason: FinishReason, error: str | None = None
+) -> Completion:
+    """The end of a request that gets no further token; its record is complete."""
+    text = None if config.tokens is None else config.tokens.text(record.generated)
+    return completion(record, text=text, finish_reason=reason, error=error)

@@ -10,6 +10,7 @@ import numpy as np
 
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState
+from purestep.state.errors import InFlightError
 from purestep.state.plan import StepPlan
 
 
@@ -59,3 +60,7 @@ def released(
         else:
             departed.append((step, key, table))
     return tuple(departed)
+
+
+def commit_first(host: HostState, why: str) -> InFlightError:
+    return InFlightError(f"schedule: commit step {host.in_flight[0].step} first, since {why}")

@@ -26,10 +26,11 @@ from hypothesis.stateful import (
 from immutables import Map
 
 from purestep.engine.adapters import deliver_loaded
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.policy import Policy, by_priority, fcfs
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
 from purestep.simulation.device import tear, toy_step

@@ -11,8 +11,9 @@ import pytest
 import torch
 
 from purestep.engine.adapters import AdapterFailed, deliver, register_adapter
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
-from purestep.engine.requests import abort, abort_host, branch, submit
+from purestep.engine.requests import abort, abort_host, submit
 from purestep.engine.schedule import schedule
 from purestep.simulation.device import execute, toy_step
 from purestep.simulation.world import VOCAB, toy_config, toy_state
