@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from purestep.engine.branch import _child
-from purestep.engine.commit import _filled_blocks, _next_digest, _without, commit
+from purestep.engine.commit import _filled_blocks, _without, commit
+from purestep.engine.drawn import _next_digest
 from purestep.engine.encoding import Encoding, _encoded_item, settled
 from purestep.engine.media import plan_positions
 from purestep.engine.new_row import prefix_hits, start_row
