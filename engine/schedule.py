@@ -17,7 +17,7 @@ from purestep.engine.encoding import Encoding
 from purestep.engine.ends import ended_request
 from purestep.engine.planning import make_plan
 from purestep.engine.policy import Policy, checked_order, fcfs
-from purestep.engine.serving import serve_running
+from purestep.engine.running import serve_running
 from purestep.state.adapters import count_users, load_asked, num_unevictable, touch
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState, drop_copies

@@ -24,8 +24,8 @@ from purestep.engine.planning import _gathered, _sampling, _step_tokens, make_pl
 from purestep.engine.quota import quota_room
 from purestep.engine.renewal import _rebound, _recomputed
 from purestep.engine.requests import abort_host, bind
+from purestep.engine.running import _make_room, _served, serve_running
 from purestep.engine.schedule import _lengthened, schedule
-from purestep.engine.serving import _make_room, _served, serve_running
 from purestep.engine.step import without_flown, without_overwritten
 from purestep.engine.waiting import Queue
 from purestep.simulation.events import ROOMY
