@@ -84,23 +84,23 @@ def sampled_ends(
 ) -> dict[int, End]:
     """Which rows end with the token they drew. A stop wins over a limit reached at the same time.
     `rows` have the tokens, and the texts as they were before; `of_S` picks the rows at `at_S`."""
-    ends = {}
     num_tokens_S = rows.num_tokens_R[of_S]
-    full_S = ending_S = num_tokens_S >= rows.limit_R[of_S]
-    if stops := "watched" in rows.traits or "heeds_eos" in rows.traits:
-        late_S = num_tokens_S >= rows.least_R[of_S]  # a processor may lift the ban of ends
-        eos_S = np.zeros(len(at_S), bool)
-        for stop_id in config.stop_ids:  # a few
-            eos_S |= token_S == stop_id
-        eos_S &= rows.heeds_eos_R[of_S] & late_S
-        own_S = rows.watched_R[of_S] & late_S
-        ending_S = full_S | eos_S | own_S
-    for s in ending_S.nonzero()[0].tolist():
+    full_S = num_tokens_S >= rows.limit_R[of_S]
+    if "watched" not in rows.traits and "heeds_eos" not in rows.traits:
+        return {row: End(FinishReason.LENGTH) for row in at_S[full_S].tolist()}
+    late_S = num_tokens_S >= rows.least_R[of_S]  # a processor may lift the ban of ends
+    eos_S = np.zeros(len(at_S), bool)
+    for stop_id in config.stop_ids:  # a few
+        eos_S |= token_S == stop_id
+    eos_S &= rows.heeds_eos_R[of_S] & late_S
+    watched_S = rows.watched_R[of_S] & late_S
+    ends = {}
+    for s in (full_S | eos_S | watched_S).nonzero()[0].tolist():
         row, token = int(at_S[s]), int(token_S[s])
-        own = _own_stop(config, host, rows, row, token) if stops and own_S[s] else None
+        own = _own_stop(config, host, rows, row, token) if watched_S[s] else None
         if own is not None:
             ends[row] = own
-        elif stops and eos_S[s]:
+        elif eos_S[s]:
             ends[row] = End(FinishReason.STOP, stop=token)
         elif full_S[s]:
             ends[row] = End(FinishReason.LENGTH)
