@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from purestep.engine.config import Config
-from purestep.engine.drawn import collect_scores, with_longer_tails, with_tokens
+from purestep.engine.drawn import with_longer_tails, with_scores, with_tokens
 from purestep.engine.encoding import settled
 from purestep.engine.ends import (
     End,
@@ -63,7 +63,7 @@ def commit(
 
     rows, full = with_tokens(config, host, at_S, of_S, token_S, logprob_S)
     rows, changed = with_longer_tails(host, rows, plan, result, at_R, drew, full)
-    collect_scores(host, plan, result, at_R, changed)
+    changed = with_scores(host, plan, result, at_R, changed)
     ends |= sampled_ends(config, host, rows, at_S, of_S, token_S)
     ends |= _scored_ends(rows, plan, at_R)
     ends |= unsound_rows(plan, result, at_R) | faulty

@@ -122,16 +122,18 @@ def with_longer_tails(
     return rows, changed
 
 
-def collect_scores(
+def with_scores(
     host: HostState,
     plan: StepPlan,
     result: StepResult,
     at_R: np.ndarray,
     changed: dict[str, RequestState],
-) -> None:
-    """Add to `changed` the scores of the prompts that this step read."""
+) -> dict[str, RequestState]:
+    """The changed records, with the scores of the prompts that this step read."""
+    scored = dict(changed)
     for probe, scores in zip(plan.scored, result.scored, strict=True):
         key = plan.row_ids[probe.row]
         if at_R[probe.row] >= 0:
-            record = changed.get(key) or host.requests[key]
-            changed[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
+            record = scored.get(key) or host.requests[key]
+            scored[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
+    return scored
