@@ -3,7 +3,7 @@
 R running rows, G rows that lack blocks, F rows that fill one, B block size.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -76,13 +76,7 @@ def serve_running(
         filling = fills_R.nonzero()[0]
         if len(filling):
             _register_filled(host, rows, filling, end_R, draft)
-    records = {}
-    for row in gone:
-        record = completed_record(rows, row, host.requests[rows.ids[row]])
-        encoding.leave(record)
-        records[rows.ids[row]] = replace(
-            record, num_preemptions=record.num_preemptions + 1, queued_at=host.step
-        )
+    records = _preempted(host, rows, gone, encoding)
     for completion in ended:
         encoding.leave(host.requests[completion.key])
     if left:
@@ -97,6 +91,20 @@ def serve_running(
         records=records,
         ended=tuple(ended),
     )
+
+
+def _preempted(
+    host: HostState, rows: Rows, gone: Iterable[int], encoding: Encoding
+) -> dict[str, RequestState]:
+    """The records of rows that go back to the queue; what they held of the encoder is let go."""
+    records = {}
+    for row in gone:
+        record = completed_record(rows, row, host.requests[rows.ids[row]])
+        encoding.leave(record)
+        records[record.key] = replace(
+            record, num_preemptions=record.num_preemptions + 1, queued_at=host.step
+        )
+    return records
 
 
 def _register_filled(

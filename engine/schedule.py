@@ -17,7 +17,7 @@ from purestep.engine.encoding import Encoding
 from purestep.engine.ends import ended_request
 from purestep.engine.planning import make_plan
 from purestep.engine.policy import Policy, checked_order, fcfs
-from purestep.engine.running import serve_running
+from purestep.engine.running import Running, serve_running
 from purestep.state.adapters import count_users, load_asked, num_unevictable, touch
 from purestep.state.blocks import BlockDraft
 from purestep.state.engine import HostState, drop_copies
@@ -48,11 +48,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     if running.admits and not encoding.stalled:
         admitted = admit(config, host, order, draft, encoding, running.rows, running.count_R)
 
-    rows, count_R = running.rows, running.count_R
-    if admitted.rows:
-        rows = add_rows(rows, [row for row, _ in admitted.rows])
-        count_R = np.append(count_R, [count for _, count in admitted.rows]).astype(np.int32)
-
+    rows, count_R = _with_admitted(running, admitted)
     copies = drop_copies(host.copies, draft)  # of branches that were preempted: after allocations
     sources = [(host.step, "", frozen([source])) for source, _ in copies]  # this plan reads it
     loads = _wanted_loads(host)
@@ -60,9 +56,7 @@ def schedule(config: Config, host: HostState, policy: Policy = fcfs) -> tuple[Ho
     ended = (*running.ended, *admitted.ended, *hopeless)
     gone = [c.key for c in ended]
     requests = _updated_records(host, running.records | admitted.records, gone)
-    adapters = touch(admitted.adapters, rows.used)
-    if loads:
-        adapters = load_asked(adapters, (name for name, _ in loads))
+    adapters = load_asked(touch(admitted.adapters, rows.used), [name for name, _ in loads])
     if gone:
         adapters = count_users(adapters, ((host.requests[i].version, -1) for i in gone))
     encoder, drops, encodes = encoding.finish()
@@ -112,6 +106,14 @@ def plan_ahead(
     except InFlightError:
         return None
     return (after, plan) if plan.row_ids else None
+
+
+def _with_admitted(running: Running, admitted: Admitted) -> tuple[Rows, np.ndarray]:
+    """All rows, new ones behind the old, and how many tokens each computes: int32."""
+    if not admitted.rows:
+        return running.rows, running.count_R
+    new, counts = zip(*admitted.rows, strict=True)
+    return add_rows(running.rows, new), np.append(running.count_R, counts).astype(np.int32)
 
 
 def _lengthened(host: HostState, drawn_R: np.ndarray | None) -> HostState:

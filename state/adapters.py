@@ -214,7 +214,8 @@ def load_failed(ledger: AdapterLedger, name: str) -> AdapterLedger:
 
 def load_asked(ledger: AdapterLedger, names: Iterable[str]) -> AdapterLedger:
     """Note that these loads are under way."""
-    return replace(ledger, loading=(*ledger.loading, *names))
+    asked = (*ledger.loading, *names)
+    return replace(ledger, loading=asked) if len(asked) > len(ledger.loading) else ledger
 
 
 def count_users(ledger: AdapterLedger, changes: Iterable[tuple[str | None, int]]) -> AdapterLedger:
@@ -296,6 +297,7 @@ def unpin(ledger: AdapterLedger, name: str) -> AdapterLedger:
 
 
 def pinned_versions(ledger: AdapterLedger) -> set[str]:
+    """What the pinned names are bound to."""
     return {ledger.names[name] for name in ledger.pins}
 
 
