@@ -38,6 +38,7 @@ class Admitted:
 
     @staticmethod
     def none(adapters: AdapterLedger) -> "Admitted":
+        """Nobody (yet)."""
         return Admitted(rows=[], records={}, adapters=adapters, ended=[])
 
     def add(self, record: RequestState, row: Rows, count: int) -> None:

@@ -218,6 +218,7 @@ def check_paged_attention(
     window: int = 0,
     end_T: Tensor | None = None,
 ) -> None:
+    """Raises ValueError for shapes that do not fit."""
     pages = kv.dim() == 5 and kv.shape[0] == 2 and q_TNH.dim() == 3
     pages = pages and kv.shape[4] == q_TNH.shape[2] and q_TNH.shape[1] % kv.shape[3] == 0
     rows = query_start_R1.dim() == context_len_R.dim() == 1 and block_table_RM.dim() == 2

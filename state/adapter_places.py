@@ -7,6 +7,7 @@ from purestep.state.adapters import AdapterLedger, Reservation, Residence, evict
 
 
 def free_row_blocks(ledger: AdapterLedger) -> list[int]:
+    """The row blocks that no resident adapter holds, the lowest first."""
     taken = {b for r in ledger.resident.values() for b in r.row_blocks}
     return [b for b in range(ledger.num_row_blocks) if b not in taken]
 

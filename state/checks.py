@@ -1,5 +1,6 @@
 """The laws of a host state, asserted: tests and debug runs call `check_host` after every step."""
 
+from collections import Counter
 from collections.abc import Sequence
 
 import numpy as np
@@ -37,10 +38,8 @@ def check_rows(host: HostState, block_size: int) -> None:
         assert not key or key in flying[step].row_ids, f"{key} left a plan that has no such row"
     held = {int(block) for holder in block_holders(host) for block in holder}
     assert {target for _, target in host.copies} <= held, "a copy for nobody"
-    users: dict[str, int] = {}
-    for record in host.requests.values():
-        if record.version is not None:
-            users[record.version] = users.get(record.version, 0) + 1
+    users = Counter(record.version for record in host.requests.values())
+    del users[None]  # the base model has none
     assert users == dict(host.adapters.users)
     places = host.adapters.resident
     slots = [-1 if version is None else places[version].slot for version in rows.versions]

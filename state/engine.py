@@ -111,11 +111,9 @@ def drop_blobs(state: EngineState) -> EngineState:
     """The state without tensors that nothing names: of adapter versions that are no longer
     registered, and of prompts and media whose requests have all ended."""
     registered = state.host.adapters.registered
-    unknown = [name for name in state.blobs if name not in registered]
-    if not unknown:
-        return state
-    prompts = set(named_blobs(state.host))
-    gone = [name for name in unknown if name not in prompts]
+    gone = {name for name in state.blobs if name not in registered}
+    if gone:
+        gone -= named_blobs(state.host)
     if not gone:
         return state
     with state.blobs.mutate() as blobs:

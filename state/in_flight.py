@@ -63,4 +63,5 @@ def released(
 
 
 def commit_first(host: HostState, why: str) -> InFlightError:
+    """What `schedule` raises where it cannot go on before the plan in flight is committed."""
     return InFlightError(f"schedule: commit step {host.in_flight[0].step} first, since {why}")

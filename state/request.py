@@ -202,18 +202,22 @@ class RequestState:
 
     @property
     def digests(self) -> tuple[bytes, ...]:
+        """Of the record's full blocks."""
         return self.prompt_digests + self.generated_digests
 
     @property
     def scores_prompt(self) -> bool:
+        """Whether this sample is the one that tells the prompt's logprobs."""
         return self.request.sampling.prompt_logprobs is not None and self.index == 0
 
     @property
     def num_scored(self) -> int:
+        """Prompt tokens whose scores are known, from token 1 on."""
         return sum(len(scores.logprob_N) for scores in self.prompt_scores)
 
     @property
     def num_hidden(self) -> int:
+        """Positions whose hidden states are known, from position 0 on."""
         return sum(chunk.shape[1] for chunk in self.hidden)
 
     @property
