@@ -38,6 +38,7 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.fork import renumbered
@@ -50,7 +51,7 @@ from purestep.engine.recording import (
     write_event,
 )
 from purestep.engine.renewal import adopt, flush
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import plan_ahead, schedule
 from purestep.engine.step import without_flown, without_overwritten
 from purestep.simulation.device import execute, misfit, spoil, tear

@@ -26,10 +26,11 @@ from hypothesis.stateful import (
 from immutables import Map
 
 from purestep.engine.adapters import deliver_loaded
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.policy import Policy, by_priority, fcfs
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
 from purestep.simulation.device import tear, toy_step
@@ -44,7 +45,8 @@ from purestep.simulation.strategies import (
 )
 from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.canonical import digest, from_plain, to_plain
-from purestep.state.engine import EngineState, check_host, progress
+from purestep.state.checks import check_host
+from purestep.state.engine import EngineState, progress
 from purestep.state.errors import RequestError
 from purestep.state.plan import Outputs, StepResult
 from purestep.state.request import Completion, FinishReason, Request, frozen
@@ -220,7 +222,8 @@ def test_a_block_that_a_plan_in_flight_copies_is_held_though_its_row_has_no_toke
     machine.do(("branch", {"pick": 0, "count": 1}))
     machine.do(("ahead", {}))
     plan = machine.state.host.in_flight[0]
-    assert plan.copies and plan.row_ids == ("p",)
+    assert plan.copies
+    assert plan.row_ids == ("p",)
     machine.do(("abort", {"pick": 1}))
     machine.drain()
 
