@@ -27,9 +27,10 @@ from purestep.engine.config import Config
 from purestep.engine.requests import submit
 from purestep.engine.schedule import schedule
 from purestep.simulation.world import MODEL, loaded, toy_config, toy_state
-from purestep.state.engine import EngineState, HostState, chain
+from purestep.state.engine import EngineState, HostState
 from purestep.state.plan import StepResult
 from purestep.state.request import Request, frozen
+from purestep.state.rows import chain
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
 

@@ -15,6 +15,7 @@ from purestep.engine.adapters import (
 )
 from purestep.engine.batch import run_batch
 from purestep.engine.batch_job import BatchJob
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.execute import execute, launch, wait
@@ -28,7 +29,7 @@ from purestep.engine.prepare import prepare, prepare_cached
 from purestep.engine.program import Program, init, load_program, make_program
 from purestep.engine.recording import begin_recording, record, replay
 from purestep.engine.renewal import adopt, flush, with_weights
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import plan_ahead, schedule
 from purestep.engine.snapshot import restore, snapshot
 from purestep.engine.step import recover, step, step_ahead

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.engine.admission import ended_request
 from purestep.engine.config import Config
+from purestep.engine.ends import ended_request
 from purestep.engine.pool import check_linears
 from purestep.engine.requests import abort_host, bind
 from purestep.engine.upload import on_gpu

@@ -4,17 +4,18 @@ R running rows, S sampled rows of the plan, B block size.
 """
 
 from collections.abc import Mapping
-from dataclasses import replace
 
 import numpy as np
 
 from purestep.engine.config import Config
+from purestep.engine.drawn import with_longer_tails, with_scores, with_tokens
 from purestep.engine.encoding import settled
 from purestep.engine.ends import (
     End,
     failed_rows,
     faulty_rows,
     finish,
+    in_doubt,
     new_texts,
     sampled_ends,
     unsound_rows,
@@ -23,19 +24,13 @@ from purestep.engine.ends import (
 from purestep.state.adapters import count_users
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import dropped
-from purestep.state.engine import (
-    HostState,
-    Rows,
-    plan_places,
-    released,
-    take_rows,
-    with_tails,
-)
+from purestep.state.engine import HostState
 from purestep.state.errors import StepError
-from purestep.state.hashing import ids_digest
+from purestep.state.in_flight import plan_places, released
 from purestep.state.plan import Outputs, StepPlan, StepResult
 from purestep.state.pytree import evolve
 from purestep.state.request import FinishReason, RequestState
+from purestep.state.rows import Rows, take_rows
 from purestep.state.scores import locked
 
 
@@ -67,9 +62,9 @@ def commit(
     of_S = slice(None) if all_drew else at_S
     ids_S = host.rows.ids if all_drew else tuple(host.rows.ids[row] for row in at_S.tolist())
 
-    rows, full = _with_tokens(config, host, at_S, of_S, token_S, logprob_S)
-    rows, changed = _with_tails(host, rows, plan, result, at_R, drew, full)
-    _collect_scores(host, plan, result, at_R, changed)
+    rows, full = with_tokens(config, host, at_S, of_S, token_S, logprob_S)
+    rows, changed = with_longer_tails(host, rows, plan, result, at_R, drew, full)
+    changed = with_scores(host, plan, result, at_R, changed)
     ends |= sampled_ends(config, host, rows, at_S, of_S, token_S)
     ends |= _scored_ends(rows, plan, at_R)
     ends |= unsound_rows(plan, result, at_R) | faulty
@@ -78,7 +73,7 @@ def commit(
         finish(config, rows, row, changed.get(rows.ids[row]) or host.requests[rows.ids[row]], end)
         for row, end in ends.items()
     )
-    after = _without(config, host, plan, rows, changed, full, ends)
+    after = _without(config, host, plan, result, rows, changed, full, ends)
     if plan.encodes or host.encoder.holders:
         encoder = settled(host, plan, [rows.ids[row] for row in ends])
         if result.faults:
@@ -122,126 +117,6 @@ def _check_matches(host: HostState, plan: StepPlan, result: StepResult) -> None:
         raise StepError("commit: step {} wants {}, the result has {}".format(plan.step, *columns))
 
 
-def _with_tokens(
-    config: Config,
-    host: HostState,
-    at_S: np.ndarray,
-    of_S: np.ndarray | slice,
-    token_S: np.ndarray,
-    logprob_S: np.ndarray,
-) -> tuple[Rows, list[int]]:
-    """The rows with the tokens that they drew, sealed where the newest one fills a block, and these
-    rows; `of_S` picks the rows `at_S` of a column."""
-    rows, B = host.rows, config.block_size
-    position_S = rows.num_tokens_R[of_S]
-    column_S = position_S % B
-    place_S = at_S * B + column_S
-    tail_RB, tail_logprob_RB = rows.tail_RB.copy(), rows.tail_logprob_RB.copy()
-    num_tokens_R, newest_R = rows.num_tokens_R.copy(), rows.newest_R.copy()
-    tail_RB.reshape(-1)[place_S] = token_S
-    tail_logprob_RB.reshape(-1)[place_S] = logprob_S
-    num_tokens_R[of_S] += 1
-    newest_R[of_S] = token_S
-    changes = {
-        "tail_RB": locked(tail_RB),
-        "tail_logprob_RB": locked(tail_logprob_RB),
-        "num_tokens_R": locked(num_tokens_R),
-        "newest_R": locked(newest_R),
-    }
-    full_F = at_S[column_S == B - 1]
-    full = full_F.tolist()
-    if full:
-        tokens_FB = locked(tail_RB.take(full_F, axis=0))
-        logprobs_FB = locked(tail_logprob_RB.take(full_F, axis=0))
-        changes["sealed"] = _sealed(config, host, full, tokens_FB, logprobs_FB)
-    return evolve(rows, **changes), full
-
-
-def _sealed(
-    config: Config,
-    host: HostState,
-    full: list[int],
-    tokens_FB: np.ndarray,
-    logprobs_FB: np.ndarray,
-) -> tuple:
-    """The column `sealed` with one more block for the rows `full`, which is as `host` has them."""
-    rows, sealed, digest = host.rows, list(host.rows.sealed), b""
-    ids, size = tokens_FB.astype("<i4", copy=False).tobytes(), 4 * config.block_size
-    for n, (row, tokens, logprobs) in enumerate(zip(full, tokens_FB, logprobs_FB, strict=True)):
-        before, of_block = sealed[row], ids[n * size : (n + 1) * size]
-        if before:  # so the block stands behind the prompt
-            if config.prefix_caching:
-                digest = ids_digest(before[-1][2], of_block)
-        else:
-            begin = int(rows.num_tokens_R[row]) + 1 - config.block_size
-            first = max(int(rows.num_known_R[row]) - begin, 0)
-            tokens, logprobs = tokens[first:], logprobs[first:]
-            if config.prefix_caching:
-                digest = _next_digest(host.requests[rows.ids[row]], of_block)
-        sealed[row] = (*before, (tokens, logprobs, digest))
-    return tuple(sealed)
-
-
-def _with_tails(
-    host: HostState,
-    rows: Rows,
-    plan: StepPlan,
-    result: StepResult,
-    at_R: np.ndarray,
-    drew: np.ndarray,
-    full: list[int],
-) -> tuple[Rows, dict[str, RequestState]]:
-    """Rows with likeliest tokens and hidden states behind the tails of the few that asked; and the
-    records of those whose tails they leave, as a block is `full`.
-
-    `drew` are the running rows of the sampled ones; -1 for those that drew no token.
-    """
-    if "told_more" not in rows.traits:
-        return rows, {}
-    tops, hidden = list(rows.tail_tops), list(rows.tail_hidden)
-    asked = drew[plan.sampling.num_tops_S >= 0].tolist()
-    for row, found in zip(asked, result.tops, strict=True):
-        if row >= 0:
-            tops[row] = (*tops[row], found)
-    for probe, states in zip(plan.hidden, result.hidden, strict=True):
-        row = int(at_R[probe.row])
-        if row >= 0:
-            hidden[row] = (*hidden[row], states)
-    rows, changed = evolve(rows, tail_tops=tuple(tops), tail_hidden=tuple(hidden)), {}
-    for row in full:
-        if tops[row] or hidden[row]:
-            key = rows.ids[row]
-            changed[key] = with_tails(rows, row, host.requests[key])
-            tops[row] = hidden[row] = ()
-    if changed:
-        rows = evolve(rows, tail_tops=tuple(tops), tail_hidden=tuple(hidden))
-    return rows, changed
-
-
-def _next_digest(record: RequestState, ids: bytes) -> bytes:
-    """The digest of the block behind those that the record has digests of. Its chain may be as long
-    as the context, so it is not put together for this."""
-    prompt, generated, extras = record.prompt_digests, record.generated_digests, record.block_extras
-    parent = (generated or prompt or (record.root,))[-1]
-    place = len(prompt) + len(generated)
-    return ids_digest(parent, ids, extras[place] if place < len(extras) else b"")
-
-
-def _collect_scores(
-    host: HostState,
-    plan: StepPlan,
-    result: StepResult,
-    at_R: np.ndarray,
-    changed: dict[str, RequestState],
-) -> None:
-    """Add to `changed` the scores of the prompts that this step read."""
-    for probe, scores in zip(plan.scored, result.scored, strict=True):
-        key = plan.row_ids[probe.row]
-        if at_R[probe.row] >= 0:
-            record = changed.get(key) or host.requests[key]
-            changed[key] = replace(record, prompt_scores=(*record.prompt_scores, scores))
-
-
 def _scored_ends(rows: Rows, plan: StepPlan, at_R: np.ndarray) -> dict[int, End]:
     """The ends of rows that generate nothing and have computed their whole prompt."""
     if "only_scored" not in rows.traits:
@@ -255,6 +130,7 @@ def _without(
     config: Config,
     host: HostState,
     plan: StepPlan,
+    result: StepResult,
     rows: Rows,
     changed: dict[str, RequestState],
     full: list[int],
@@ -262,7 +138,8 @@ def _without(
 ) -> HostState:
     """The state with `rows` and `changed` in place and `plan` landed: blocks that the plan behind
     it fills are findable if their last ids are known by now, and what the rows that end held is
-    freed, their blocks with the last plan in flight that uses them."""
+    freed, their blocks with the last plan in flight that uses them. If the result is in doubt,
+    nobody finds what those computed who left in flight: it may be theirs that went wrong."""
     records, leaving = host.requests, list(ends)
     if changed or leaving:
         with host.requests.mutate() as requests:
@@ -277,7 +154,10 @@ def _without(
     draft = BlockDraft(host.blocks)
     for block, digest in filled:
         draft.register(block, digest)
+    doubt = bool(host.departed) and in_doubt(result)
     for step, _, table in host.departed:
+        for block in table.tolist() if doubt else ():
+            draft.forget(block)
         if step == plan.step:
             draft.release(table)
     flown = evolve(flown, departed=tuple(d for d in host.departed if d[0] != plan.step))

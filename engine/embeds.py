@@ -11,7 +11,8 @@ from torch import Tensor
 from purestep.engine.config import Config
 from purestep.state.errors import RequestError
 from purestep.state.hashing import embeds_extra, framed
-from purestep.state.request import Request, num_given
+from purestep.state.request import Request
+from purestep.state.request_rules import num_given
 
 
 def take_embeds(config: Config, request: Request) -> tuple[Request, Tensor]:

@@ -38,7 +38,8 @@ from purestep.state.encoder import (
     shrunk,
     told,
 )
-from purestep.state.engine import HostState, plan_places
+from purestep.state.engine import HostState
+from purestep.state.in_flight import plan_places
 from purestep.state.media import Feature, group_embeds, overlap_groups, rows_in_window
 from purestep.state.plan import EncodedItem, StepPlan
 from purestep.state.request import RequestState

@@ -9,10 +9,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from purestep.engine.config import Config
-from purestep.state.engine import HostState, Rows, completed_record, completion
+from purestep.state.engine import HostState
 from purestep.state.plan import StepPlan, StepResult
 from purestep.state.pytree import evolve
-from purestep.state.request import Completion, FinishReason, RequestState
+from purestep.state.request import Completion, FinishReason, RequestState, completion
+from purestep.state.rows import Rows, completed_record
 from purestep.state.scores import locked
 from purestep.state.text import decode, find_stop, overlap, tellable
 
@@ -45,11 +46,19 @@ def faulty_rows(host: HostState, result: StepResult) -> dict[int, End]:
     one behind it."""
     wrong, ends = {(name, said): why for name, said, why in result.faults}, {}
     for row, key in enumerate(host.rows.ids if wrong else ()):
-        for i, feature in enumerate(host.requests[key].request.features):
+        for i, feature in enumerate(host.requests[key].features):
             if why := wrong.get((feature.identifier, feature.num_embeds)):
                 error = f"item {i} ({feature.modality}): {why}"
                 ends[row] = End(FinishReason.ERROR, error=error, void=True)
     return ends
+
+
+def in_doubt(result: StepResult) -> bool:
+    """Whether something in a step was not finite, or not what requests say of it."""
+    scores = (scores.logprob_N for scores in result.scored)
+    return bool(result.faults) or not (
+        np.isfinite(result.logprob_S).all() and all(np.isfinite(s).all() for s in scores)
+    )
 
 
 def untrusted_rows(ends: Mapping[int, End]) -> list[int]:
@@ -83,23 +92,23 @@ def sampled_ends(
 ) -> dict[int, End]:
     """Which rows end with the token they drew. A stop wins over a limit reached at the same time.
     `rows` have the tokens, and the texts as they were before; `of_S` picks the rows at `at_S`."""
-    ends = {}
     num_tokens_S = rows.num_tokens_R[of_S]
-    full_S = ending_S = num_tokens_S >= rows.limit_R[of_S]
-    if stops := "watched" in rows.traits or "heeds_eos" in rows.traits:
-        late_S = num_tokens_S >= rows.least_R[of_S]  # a processor may lift the ban of ends
-        eos_S = np.zeros(len(at_S), bool)
-        for stop_id in config.stop_ids:  # a few
-            eos_S |= token_S == stop_id
-        eos_S &= rows.heeds_eos_R[of_S] & late_S
-        own_S = rows.watched_R[of_S] & late_S
-        ending_S = full_S | eos_S | own_S
-    for s in ending_S.nonzero()[0].tolist():
+    full_S = num_tokens_S >= rows.limit_R[of_S]
+    if "watched" not in rows.traits and "heeds_eos" not in rows.traits:
+        return {row: End(FinishReason.LENGTH) for row in at_S[full_S].tolist()}
+    late_S = num_tokens_S >= rows.least_R[of_S]  # a processor may lift the ban of ends
+    eos_S = np.zeros(len(at_S), bool)
+    for stop_id in config.stop_ids:  # a few
+        eos_S |= token_S == stop_id
+    eos_S &= rows.heeds_eos_R[of_S] & late_S
+    watched_S = rows.watched_R[of_S] & late_S
+    ends = {}
+    for s in (full_S | eos_S | watched_S).nonzero()[0].tolist():
         row, token = int(at_S[s]), int(token_S[s])
-        own = _own_stop(config, host, rows, row, token) if stops and own_S[s] else None
+        own = _own_stop(config, host, rows, row, token) if watched_S[s] else None
         if own is not None:
             ends[row] = own
-        elif stops and eos_S[s]:
+        elif eos_S[s]:
             ends[row] = End(FinishReason.STOP, stop=token)
         elif full_S[s]:
             ends[row] = End(FinishReason.LENGTH)
@@ -209,3 +218,11 @@ def _final_text(config: Config, record: RequestState, end: End) -> bytes:
         return config.tokens.join(record.generated)[: end.num_text]
     hides_last = isinstance(end.stop, int) and not record.request.sampling.include_stop
     return config.tokens.join(record.generated[:-1] if hides_last else record.generated)
+
+
+def ended_request(
+    config: Config, record: RequestState, reason: FinishReason, error: str | None = None
+) -> Completion:
+    """The end of a request that gets no further token; its record is complete."""
+    text = None if config.tokens is None else config.tokens.text(record.generated)
+    return completion(record, text=text, finish_reason=reason, error=error)

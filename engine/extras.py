@@ -10,9 +10,9 @@ import numpy as np
 from immutables import Map
 
 from purestep.engine.config import Config
-from purestep.state.engine import Rows, drawn_parts
 from purestep.state.plan import EmbeddedSpan, HiddenRow, ScoredRow
 from purestep.state.request import RequestState, frozen
+from purestep.state.rows import Rows, drawn_parts
 from purestep.state.sampling import LogitEdits, SamplingParams
 from purestep.state.scores import locked
 

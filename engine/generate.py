@@ -17,7 +17,8 @@ from purestep.engine.step import step, step_ahead
 from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError, UnknownAdapterError
 from purestep.state.plan import Outputs
-from purestep.state.request import Completion, FinishReason, Request, frozen, num_given
+from purestep.state.request import Completion, FinishReason, Request, frozen
+from purestep.state.request_rules import num_given
 
 Advance = Callable[[Program, EngineState, Policy], tuple[EngineState, Outputs]]
 _END = object()  # what an exhausted iterator gives

@@ -13,12 +13,12 @@ from immutables import Map
 from torch import Tensor
 
 from purestep.engine.config import Config
-from purestep.state.engine import Rows
 from purestep.state.errors import RequestError
 from purestep.state.media import Feature, embed_runs, gather_plan, group_embeds, overlap_groups
 from purestep.state.mrope import check_grids, first_embed, mrope_positions
 from purestep.state.plan import MergedSpan
 from purestep.state.request import Request, RequestState
+from purestep.state.rows import Rows
 from purestep.state.scores import locked
 
 EMBEDS = "embeds"  # the one tensor [E, encoder_width] of an item that needs no encoder

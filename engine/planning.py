@@ -10,9 +10,10 @@ from purestep.engine.config import Config, describe
 from purestep.engine.extras import embedded_spans, probes, row_edits
 from purestep.engine.media import merged_spans, plan_ends, plan_positions
 from purestep.state.adapters import AdapterLedger, Residence
-from purestep.state.engine import HostState, Rows, all_tokens, take_rows
+from purestep.state.engine import HostState
 from purestep.state.plan import EncodedItem, Overwrites, SamplingRows, StepPlan
-from purestep.state.request import RequestState
+from purestep.state.request import RequestState, all_tokens
+from purestep.state.rows import Rows, take_rows
 from purestep.state.scores import locked
 
 

@@ -18,7 +18,8 @@ from purestep.engine.images import (
 )
 from purestep.state.errors import CheckpointError, ConfigError, MediaError, RequestError
 from purestep.state.processor_cache import ProcessorCache, empty_processor_cache
-from purestep.state.request import Request, num_given
+from purestep.state.request import Request
+from purestep.state.request_rules import num_given
 from purestep.state.sampling import SamplingParams
 from purestep.state.text import TokenTable
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 
 from purestep.engine.config import Config
 from purestep.state.blocks import BlockDraft
-from purestep.state.engine import Rows
+from purestep.state.rows import Rows
 
 
 def quota_room(config: Config, draft: BlockDraft, version: str, parts: Iterable[Rows]) -> int:

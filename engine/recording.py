@@ -26,13 +26,14 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.embeds import take_embeds
 from purestep.engine.policy import Order, Policy, fcfs
 from purestep.engine.pool import owned
 from purestep.engine.renewal import adopt, adopt_weights, flush
-from purestep.engine.requests import abort, branch, submit, submit_host
+from purestep.engine.requests import abort, submit, submit_host
 from purestep.engine.schedule import schedule
 from purestep.engine.step import recover, step, step_ahead, without_flown, without_overwritten
 from purestep.models.adapter_files import Adapter

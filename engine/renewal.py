@@ -9,18 +9,11 @@ from purestep.models.decoder import Params
 from purestep.state.adapters import AdapterLedger
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import dropped
-from purestep.state.engine import (
-    EngineState,
-    HostState,
-    all_tokens,
-    drop_copies,
-    progress,
-    quiet,
-    take_rows,
-)
+from purestep.state.engine import EngineState, HostState, drop_copies, progress, quiet
 from purestep.state.errors import ConfigError
 from purestep.state.hashing import block_digests
-from purestep.state.request import RequestState
+from purestep.state.request import RequestState, all_tokens
+from purestep.state.rows import take_rows
 
 
 def flush(state: EngineState) -> EngineState:

@@ -16,18 +16,12 @@ from purestep.engine.schedule import plan_ahead, schedule
 from purestep.state.adapters import evict, load_failed
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import dropped, let_go
-from purestep.state.engine import (
-    EngineState,
-    HostState,
-    completed_record,
-    drop_blobs,
-    drop_copies,
-    released,
-    take_rows,
-)
+from purestep.state.engine import EngineState, HostState, drop_blobs, drop_copies
 from purestep.state.errors import ConfigError
+from purestep.state.in_flight import released
 from purestep.state.plan import Outputs, Overwrites, StepPlan, StepResult
 from purestep.state.request import frozen
+from purestep.state.rows import completed_record, take_rows
 
 Sees = Callable[[StepPlan, StepResult], object]
 

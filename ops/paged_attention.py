@@ -4,8 +4,7 @@ T token rows, N query heads, K key/value heads, G = N / K, H head size, R reques
 the longest row, n queries of one row, c its visible keys.
 """
 
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,12 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.ops import kernels, native
-
-MAX_COPY_BYTES = 4 << 20  # of keys and values that are copied at a time: they stay in a cache
-
-# Window, whether addresses are aligned, how lone queries go ("alone", "together", or not at all:
-# "elsewhere"), the sizes of a block, the device.
-Options = tuple[int, bool, str, tuple[int, ...], torch.device]
+from purestep.ops.attention_layout import Other, Singles, layout_of
 
 
 def paged_attention(
@@ -119,7 +113,7 @@ def _attend_(
     # Head sizes in use never make such; the others are copied, so that no row's place matters.
     aligned = not (kv[0, 0].nbytes % 64 or q_TNH.stride(0) * q_TNH.element_size() % 64)
     options = window, aligned, lone, tuple(kv.shape[2:]), kv.device
-    layout = _remembered_layout(*tables, options)
+    layout = layout_of(*tables, options)
     ends = None if end_T is None else end_T.cpu().numpy()
     for row in layout.others:
         k_KcH, v_KcH = _visible(kv, whole if aligned else None, row.blocks, row.begin, row.length)
@@ -131,70 +125,6 @@ def _attend_(
         _attend_singles_(o_TNH, q_TNH, kv, rows, scale)
     if layout.num_tokens < len(o_TNH):
         o_TNH[layout.num_tokens :] = 0
-
-
-class Other(NamedTuple):
-    """A row that goes alone: its tokens, and which places of which blocks it sees."""
-
-    start: int
-    end: int
-    blocks: list[int]
-    begin: int  # the first place it sees, in the first of these blocks
-    first: int  # that place's position
-    length: int
-
-
-class Singles(NamedTuple):
-    """R rows with one query, which go together: p places are copied for each."""
-
-    token_R: Tensor  # int64
-    block_Rm: Tensor  # flat, m blocks of each row
-    unseen: Tensor  # places among the R * p copied ones that the rows do not see
-    mask_R11p: Tensor  # float32: 0 where a row sees a place, else minus infinity
-
-
-class Layout(NamedTuple):
-    """Who attends to what: the same in every layer of a step, whatever the keys and values hold."""
-
-    num_tokens: int
-    others: list[Other]
-    singles: list[Singles]
-
-
-def _remembered_layout(
-    query_start_R1: Tensor, context_len_R: Tensor, block_table_RM: Tensor, options: Options
-) -> Layout:
-    """`_layout`, kept with the block table: made anew for each of 30 layers it took 0.6 ms each.
-
-    The tables may be changed in place, so it is used for equal ones alone.
-    """
-    tables = [t.cpu().numpy() for t in (query_start_R1, context_len_R, block_table_RM)]
-    known = getattr(block_table_RM, "_purestep_layouts", None)
-    if known is None or not all(map(np.array_equal, known[0], tables)):
-        known = [table.copy() for table in tables], {}
-        block_table_RM._purestep_layouts = known
-    layouts = known[1]
-    if options not in layouts:
-        layouts[options] = _layout(*tables, options)
-    return layouts[options]
-
-
-def _layout(
-    start_R1: np.ndarray, context_R: np.ndarray, table_RM: np.ndarray, options: Options
-) -> Layout:
-    window, aligned, lone, (size, K, H), device = options
-    count_R, others = np.diff(start_R1), []
-    for r in np.flatnonzero(count_R > (0 if lone == "alone" else 1)).tolist():
-        start, end, context = int(start_R1[r]), int(start_R1[r + 1]), int(context_R[r])
-        first = max(0, context - (end - start) + 1 - window) if window else 0
-        blocks = table_RM[r, first // size : -(-context // size)].tolist()
-        others.append(Other(start, end, blocks, first % size, first, context - first))
-    singles = np.flatnonzero((count_R == 1) & (lone == "together"))
-    tables = table_RM[singles], start_R1[singles], context_R[singles]
-    # Where addresses matter each row goes alone.
-    most = MAX_COPY_BYTES // (8 * size * K * H) if aligned else 0  # blocks: 4 bytes, k and v
-    groups = list(_groups(*tables, window, size, most, device)) if len(singles) else []
-    return Layout(int(start_R1[-1]), others, groups)
 
 
 def _places(kv: Tensor) -> tuple[Tensor, ...]:
@@ -213,41 +143,6 @@ def _visible(
     else:
         k_KpH, v_KpH = _places(kv.index_select(1, torch.tensor(blocks, device=kv.device)))
     return k_KpH.narrow(1, begin, length), v_KpH.narrow(1, begin, length)
-
-
-def _groups(
-    table_RM: np.ndarray,
-    token_R: np.ndarray,
-    context_R: np.ndarray,
-    window: int,
-    size: int,
-    most_blocks: int,
-    device: torch.device,
-) -> Iterator[Singles]:
-    """Rows whose places round up to one number, which depends on their own context alone, as their
-    bits then do; at most `most_blocks` blocks together, but one row at least."""
-    skipped_R = np.maximum(context_R - window, 0) // size if window else np.zeros_like(context_R)
-    end_R = context_R - skipped_R * size
-    rounded_R = end_R + -end_R % np.where(end_R <= 256, 32, 128)
-    blocks_R = -(-rounded_R // size)
-    for m in sorted(set(blocks_R.tolist())):
-        most = max(1, most_blocks // m)
-        same = np.flatnonzero(blocks_R == m)
-        for at in range(0, len(same), most):
-            rows = same[at : at + most]
-            end_R1, column_m, place_p = end_R[rows, None], np.arange(m), np.arange(m * size)
-            column_Rm = np.where(column_m * size < end_R1, column_m, 0) + skipped_R[rows, None]
-            seen_Rp = place_p < end_R1
-            if window:
-                seen_Rp &= place_p >= end_R1 - window
-            yield Singles(
-                token_R=torch.tensor(token_R[rows], dtype=torch.int64, device=device),
-                block_Rm=torch.tensor(table_RM[rows[:, None], column_Rm].ravel(), device=device),
-                unseen=torch.tensor(np.flatnonzero(~seen_Rp), device=device),
-                mask_R11p=torch.tensor(
-                    np.where(seen_Rp, 0, -np.inf)[:, None, None], dtype=torch.float32, device=device
-                ),
-            )
 
 
 def _attend_singles_(o_TNH: Tensor, q_TNH: Tensor, kv: Tensor, rows: Singles, scale: float) -> None:
@@ -323,6 +218,7 @@ def check_paged_attention(
     window: int = 0,
     end_T: Tensor | None = None,
 ) -> None:
+    """Raises ValueError for shapes that do not fit."""
     pages = kv.dim() == 5 and kv.shape[0] == 2 and q_TNH.dim() == 3
     pages = pages and kv.shape[4] == q_TNH.shape[2] and q_TNH.shape[1] % kv.shape[3] == 0
     rows = query_start_R1.dim() == context_len_R.dim() == 1 and block_table_RM.dim() == 2

@@ -17,7 +17,7 @@ from purestep.state.adapters import AdapterInfo, AdapterLedger, Reservation, Res
 from purestep.state.blocks import BlockLedger
 from purestep.state.digests import Digests
 from purestep.state.encoder import EncoderLedger, EncoderOutput
-from purestep.state.engine import HostState, Rows
+from purestep.state.engine import HostState
 from purestep.state.errors import SnapshotError
 from purestep.state.hashing import framed
 from purestep.state.media import Feature
@@ -40,6 +40,7 @@ from purestep.state.request import (
     Request,
     RequestState,
 )
+from purestep.state.rows import Rows
 from purestep.state.sampling import LogitEdits, SamplingParams
 from purestep.state.scores import Scores
 from purestep.state.tables import Tables

@@ -21,8 +21,9 @@ from purestep.engine import (
     submit,
 )
 from purestep.engine.graphs import graphs_of
-from purestep.state.engine import all_tokens, check_host
+from purestep.state.checks import check_host
 from purestep.state.plan import StepPlan
+from purestep.state.request import all_tokens
 from tests.engine.tiny import prompt, request, run, tiny_program, with_adapters
 
 BUCKETS = (1, 2, 4, 8)

@@ -22,6 +22,7 @@ from purestep.engine.schedule import schedule
 from purestep.simulation.device import execute, toy_step
 from purestep.simulation.media import toy_feature, with_media
 from purestep.simulation.world import toy_config, toy_state
+from purestep.state.checks import check_host
 from purestep.state.encoder import (
     EncoderLedger,
     computed,
@@ -32,7 +33,7 @@ from purestep.state.encoder import (
     shrunk,
     told,
 )
-from purestep.state.engine import EngineState, check_host
+from purestep.state.engine import EngineState
 from purestep.state.media import Feature, overlap_groups
 from purestep.state.request import Request
 from purestep.state.sampling import SamplingParams

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from purestep.engine import Request, SamplingParams, abort, init, step, submit
-from purestep.state.engine import check_host
+from purestep.state.checks import check_host
 from tests.engine.tiny import (
     alone,
     checkpoint,

@@ -35,7 +35,7 @@ from purestep.engine import (
     submit,
 )
 from purestep.engine import fork as fork_function
-from purestep.state.engine import check_host
+from purestep.state.checks import check_host
 from purestep.state.errors import (
     AdapterError,
     ConfigError,

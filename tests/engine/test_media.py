@@ -34,8 +34,8 @@ from purestep.engine import (
     with_weights,
 )
 from purestep.models.vision import Vision, VisionFamily
+from purestep.state.checks import check_host
 from purestep.state.encoder import i7_device_has_what_is_computed
-from purestep.state.engine import check_host
 from purestep.state.errors import RequestError, SnapshotError
 from purestep.state.media import Feature
 from purestep.state.request import FinishReason

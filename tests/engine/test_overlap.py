@@ -41,7 +41,7 @@ from purestep.engine import (
 )
 from purestep.engine.pack import gather_
 from purestep.engine.pending import Ring
-from purestep.state.engine import check_host
+from purestep.state.checks import check_host
 from purestep.state.errors import InFlightError, StepError, TornStateError
 from purestep.state.plan import StepPlan
 from purestep.state.request import Completion, frozen

@@ -8,7 +8,8 @@ from purestep.engine import Request, SamplingParams, branch, deliver, submit
 from purestep.engine.config import check_config
 from purestep.simulation.device import toy_step
 from purestep.simulation.world import DEFAULTS, loaded, toy_config, toy_state
-from purestep.state.engine import EngineState, check_host
+from purestep.state.checks import check_host
+from purestep.state.engine import EngineState
 from purestep.state.errors import ConfigError, RequestError
 
 QUOTA, POOL, KEPT = 6, 12, 5  # blocks; the last: of the prefix to be protected

@@ -22,7 +22,7 @@ from purestep.engine import (
     step,
     submit,
 )
-from purestep.state.engine import check_host
+from purestep.state.checks import check_host
 from tests.engine.tiny import run
 from tests.engine.tiny_images import folder
 from tests.models.tiny_vision import load, picture

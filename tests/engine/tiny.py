@@ -27,7 +27,7 @@ from purestep.engine import (
     submit,
 )
 from purestep.models.checkpoint import load_checkpoint
-from purestep.state.engine import check_host
+from purestep.state.checks import check_host
 from tests.models.peft_fixtures import save, wrap
 from tests.models.tiny import save_checkpoint
 

@@ -249,6 +249,27 @@ def spoil(
     return device, replace(result, logprob_S=frozen(logprob_S, np.float32), scored=scored)
 
 
+def misfit(
+    config: Config, device: ToyDevice, plan: StepPlan, result: StepResult, name: str
+) -> tuple[ToyDevice, StepResult]:
+    """A step of which one item's output turns out not to be as long as requests say: none of its
+    rows were put in place, so from there on what rows wrote is worth nothing."""
+    said = {item.identifier: item.num_embeds for item in plan.encodes}[name]
+    placed = {place for m in plan.merges if m.identifier == name for place in m.index_E.tolist()}
+    first = 0
+    with device.blocks.mutate() as blocks:
+        for row, count in enumerate(plan.count_R.tolist()):
+            own = [place - first for place in placed if first <= place < first + count]
+            first += count
+            if own:
+                table, start = plan.tables[row].tolist(), int(plan.start_R[row]) + min(own)
+                _write_(config, blocks, table, start, TORN * (count - min(own)))
+        written = blocks.finish()
+    encoded = device.encoded.set(name, TORN) if name in device.encoded else device.encoded
+    faults = ((name, said, f"{said} embeddings are said, its encoder gave {said + 1}"),)
+    return replace(device, blocks=written, encoded=encoded), replace(result, faults=faults)
+
+
 def toy_step(
     state: EngineState,
     sees: Callable[[StepPlan, StepResult], object] | None = None,

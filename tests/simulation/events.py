@@ -17,7 +17,7 @@ PROMPTS = (
 MOST_LIVE = 12
 LEAST_OF_ONE_DRIVER = 40  # events
 WEIGHTS = {  # of 1000 events
-    "step": 575,
+    "step": 570,
     "submit": 170,
     "branch": 35,
     "abort": 25,
@@ -34,6 +34,7 @@ WEIGHTS = {  # of 1000 events
     "adopt": 2,
     "lose": 5,
     "spoil": 5,
+    "misfit": 5,
 }
 DELICATE = {  # likewise, while a branch waits for its copy, and behind a step that failed
     "step": 380,
@@ -132,14 +133,18 @@ def _telling(rng: np.random.Generator, machine: Machine) -> str | None:
     flying = host.in_flight[0] if host.in_flight else None
     if flying is not None and (flying.uploads or flying.ended or flying.loads) and number < 3:
         return "lose"
-    if flying is not None and machine.last == "abort" and number < 12:  # of the same name
-        return "submit"
+    if flying is not None and machine.last == "abort" and number < 18:
+        if number < 12:  # of the same name
+            return "submit"
+        return "misfit" if flying.encodes else "spoil"  # also of rows that left in flight
     if machine.last == "submit":
         named_again = flying is not None and machine.aborted in machine.live
         if named_again or number < 12:  # one comes seldom alone
             return "ahead" if named_again else "submit"
     if host.adapters.reservations and number < 4:
         return "submit"
+    if flying is not None and flying.encodes and number in (4, 5):
+        return "misfit"
     if flying is None and host.blocks.num_free < len(host.rows.ids) and 18 <= number < 21:
         return "fail"  # a step that takes blocks from some rows for others
     if host.encoder.holders and number >= 21:  # a row stands within an item
@@ -173,7 +178,7 @@ def _arguments(rng: np.random.Generator, machine: Machine, kind: str) -> dict[st
                 names = sorted(n for n, version in machine.bound.items() if version in victims)
                 return {**words, "adapter": pick(rng, names or NAMES), "priority": -1}
             return {**words, **_alike(rng, machine)} if media and rng.integers(2) else words
-        case "abort" | "load_fails" | "spoil":
+        case "abort" | "load_fails" | "spoil" | "misfit":
             return {"pick": int(rng.integers(12))}
         case "branch":
             return {"pick": int(rng.integers(12)), "count": pick(rng, (1, 1, 2))}

@@ -18,7 +18,8 @@ from purestep.engine.requests import submit_host
 from purestep.engine.schedule import schedule
 from purestep.simulation.laws import law_15_bounded_wait
 from purestep.simulation.world import loaded, toy_config, toy_state
-from purestep.state.engine import HostState, check_host
+from purestep.state.checks import check_host
+from purestep.state.engine import HostState
 from purestep.state.plan import StepResult
 from purestep.state.request import Request, frozen
 from purestep.state.sampling import SamplingParams

@@ -15,13 +15,16 @@ from purestep.engine.config import Config, row_limit
 from purestep.engine.policy import Order
 from purestep.simulation.device import CELL, ToyDevice, context_of
 from purestep.simulation.media import facts
-from purestep.state.adapters import check_adapters, has_place, pinned_versions, victims_for
+from purestep.state.adapter_places import has_place, victims_for
+from purestep.state.adapters import check_adapters, pinned_versions
 from purestep.state.blocks import check_blocks, free_order, held_blocks
+from purestep.state.checks import block_holders, check_rows, encoder_items
 from purestep.state.encoder import check_encoder, i7_device_has_what_is_computed
-from purestep.state.engine import HostState, block_holders, chain, check_rows, encoder_items
+from purestep.state.engine import HostState
 from purestep.state.media import embed_runs, group_embeds, overlap_groups, rows_in_window
 from purestep.state.plan import StepPlan
 from purestep.state.request import Request, RequestState
+from purestep.state.rows import chain
 
 Contents = dict[bytes, tuple]
 

@@ -11,6 +11,7 @@ that has no object does nothing, so any part of a list is a run too.
 | `fail` | a step whose execute raises after it has written, then recovery |
 | `lose` | the step in flight is lost, with one `behind` it or not, then recovery |
 | `spoil` | in the step that lands next the logits of a row (`pick`) are not finite |
+| `misfit` | in the step that lands next an output (`pick`) is not as long as requests say |
 | `abort`, `branch` | `pick`; `pick`, `count` |
 | `register`, `load` | `name`; `name`, `version`, `again` (from a file, or from tensors) |
 | `load_returns`, `load_fails` | `pick` among the loads asked for, `version`; `pick` |
@@ -37,6 +38,7 @@ from purestep.engine.adapters import (
     unload_adapter,
     unpin_adapter,
 )
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.fork import renumbered
@@ -49,10 +51,10 @@ from purestep.engine.recording import (
     write_event,
 )
 from purestep.engine.renewal import adopt, flush
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import plan_ahead, schedule
 from purestep.engine.step import without_flown, without_overwritten
-from purestep.simulation.device import execute, spoil, tear
+from purestep.simulation.device import execute, misfit, spoil, tear
 from purestep.simulation.laws import (
     check_state,
     check_step,
@@ -126,7 +128,9 @@ class Machine:
         self.live: dict[str, Told] = {}
         self.number, self.last = 0, ""  # events so far, and the kind of the newest
         self.aborted = ""  # the last request that was
-        self.spoils: int | None = None  # a row of the step that lands next, by its `pick`
+        # A row and an output of the step that lands next, by their `pick`.
+        self.spoils: int | None = None
+        self.misfits: int | None = None
         self.asked: list[tuple[str, str]] = []  # loads the engine wants and has not got
         self.kept: list[tuple[HostState, str]] = []
         self.known: dict[bytes, tuple] = {}
@@ -416,7 +420,7 @@ class Machine:
             check_step(self.config, before.host, host, plan, self.order)
 
     def _land(self) -> None:
-        spoiled = self._spoiled()
+        void = self._spoiled() | self._misfitted()
         before, result = self.state.host, self.results.pop(0)
         plan = before.in_flight[0]
         host, outputs = commit(self.config, before, plan, result)
@@ -442,38 +446,62 @@ class Machine:
             self.live[key].streamed += text
             must(text, f"{key} was told no text")
         self._heard(outputs)
-        must(spoiled not in self.live, f"{spoiled} goes on, and its logits were not finite")
+        goes_on = sorted(void.intersection(self.live))
+        must(not goes_on, f"{goes_on} go on, and what they computed is void")
 
     def _spoil(self, pick: int) -> None:
         self.spoils = pick
 
-    def _spoiled(self) -> str | None:
+    def _spoiled(self) -> set[str]:
         """Spoil the results of a row, where that was asked for, and tell of which: one that draws
         or is scored, so that the engine can see it, and that writes into no block of others, so
         that nobody else has read it."""
         if self.spoils is None:
-            return None
+            return set()
         pick, self.spoils = self.spoils, None
         host = self.state.host
         plan, size, blocks = host.in_flight[0], self.config.block_size, host.blocks
         seen = {probe.row for probe in plan.scored if (probe.target_N >= 0).any()}
         seen |= set(plan.sampled_R.nonzero()[0].tolist())
-        gone = _gone(host, plan)
         rows = [
             row
             for row, start in enumerate(plan.start_R.tolist())
             if row in seen
-            and plan.row_ids[row] not in gone
             and all(blocks.holders(b) == 1 for b in plan.tables[row][start // size :].tolist())
         ]
         if not rows:
-            return None
+            return set()
         rows = [row for row in rows if not plan.sampled_R[row]] or rows  # fewer are in mid-prefill
         row = rows[pick % len(rows)]
         device, result = spoil(self.config, self.state.device, plan, self.results[0], row)
         self.results[0], self.state = result, replace(self.state, device=device)
-        self.live[plan.row_ids[row]].spoiled = True
-        return plan.row_ids[row]
+        if plan.row_ids[row] in _gone(host, plan):
+            return set()
+        self.live[plan.row_ids[row]].void = True
+        return {plan.row_ids[row]}
+
+    def _misfit(self, pick: int) -> None:
+        self.misfits = pick
+
+    def _misfitted(self) -> set[str]:
+        """Let an item that was encoded turn out to have other rows than requests say, where that
+        was asked for, and tell who has it: their rows are void, wherever they took theirs from."""
+        if self.misfits is None:
+            return set()
+        pick, self.misfits = self.misfits, None
+        host = self.state.host
+        plan = host.in_flight[0]
+        made = sorted(item.identifier for item in plan.encodes)
+        if not made:
+            return set()
+        name = made[pick % len(made)]
+        device, result = misfit(self.config, self.state.device, plan, self.results[0], name)
+        self.results[0], self.state = result, replace(self.state, device=device)
+        features = {key: host.requests[key].features for key in host.rows.ids}
+        void = {key for key, of in features.items() if any(f.identifier == name for f in of)}
+        for key in void:
+            self.live[key].void = True
+        return void
 
     def _ordered(self, host: HostState) -> Order:
         self.order = self.policy(host)

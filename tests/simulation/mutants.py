@@ -14,30 +14,30 @@ from typing import Any
 
 import numpy as np
 
-from purestep.engine.admission import _prefix_hits, _Queue, _start_row
-from purestep.engine.commit import _filled_blocks, _next_digest, _without, commit
+from purestep.engine.branch import _child
+from purestep.engine.commit import _filled_blocks, _not_kept, _without, commit
+from purestep.engine.drawn import _next_digest
 from purestep.engine.encoding import Encoding, _encoded_item, settled
+from purestep.engine.ends import faulty_rows
 from purestep.engine.media import plan_positions
+from purestep.engine.new_row import prefix_hits, start_row
 from purestep.engine.planning import _gathered, _sampling, _step_tokens, make_plan
 from purestep.engine.quota import quota_room
 from purestep.engine.renewal import _rebound, _recomputed
-from purestep.engine.requests import _child, abort_host, bind
-from purestep.engine.schedule import (
-    _lengthened,
-    _make_room,
-    _serve_running,
-    _served,
-    schedule,
-)
+from purestep.engine.requests import abort_host, bind
+from purestep.engine.running import _make_room, _served, serve_running
+from purestep.engine.schedule import _lengthened, schedule
 from purestep.engine.step import without_flown, without_overwritten
+from purestep.engine.waiting import Queue
 from purestep.simulation.events import ROOMY
 from purestep.simulation.longrun import Failure, World, random_world, run_random
-from purestep.state.adapters import activate, slot_of, victims_for
+from purestep.state.adapter_places import activate, slot_of, victims_for
 from purestep.state.blocks import BlockDraft
 from purestep.state.encoder import hold, shrunk
-from purestep.state.engine import completed_record, make_row, plan_places, released
 from purestep.state.hashing import block_digests, chain_root
+from purestep.state.in_flight import plan_places, released
 from purestep.state.media import _feature_key, embed_indices, extra_keys, gather_plan
+from purestep.state.rows import completed_record, make_row
 
 STEPS_OF_ONE_STATE = 150  # many configs: what an item's bug needs is not in every one
 
@@ -118,7 +118,7 @@ MUTANTS = (
     ),
     mutant(
         "a hit includes the last token",
-        _prefix_hits,
+        prefix_hits,
         "_num_tokens(record) - 1",
         "_num_tokens(record)",
     ),
@@ -131,14 +131,14 @@ MUTANTS = (
     ),
     mutant(
         "a preempted request keeps a block too many as computed",
-        _start_row,
+        start_row,
         "computed = len(hits) * B",
         "computed = len(hits) * B\n"
         "    computed += B * (record.num_preemptions > 0 and computed + B < _num_tokens(record))",
     ),
     mutant(
         "a promised place is taken by others",
-        _Queue._victims,
+        Queue._victims,
         "return None if version in promised else ()",
         "return ()",
     ),
@@ -159,8 +159,8 @@ MUTANTS = (
     mutant(
         "blocks of a row that leaves are free while a plan in flight uses them",
         released,
-        "if step is None:",
-        "if True:",
+        "if key in ids:",
+        "if False:",
     ),
     mutant(
         "an unknown id is taken from the row beside",
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     mutant(
         "a block is findable before its last id is known",
-        _serve_running,
+        serve_running,
         "fills_R &= drawn_R < 0",
         "pass",
     ),
@@ -194,7 +194,7 @@ MUTANTS = (
     ),
     mutant(
         "an adapter that a plan in flight reads is evicted",
-        _Queue._victims,
+        Queue._victims,
         "self.counts.keys() | self._flying",
         "self.counts.keys()",
     ),
@@ -450,7 +450,7 @@ MUTANTS = (
     ),
     mutant(
         "the last in the queue is served first",
-        _Queue.__init__,
+        Queue.__init__,
         "enumerate(order.waiting)",
         "enumerate(reversed(order.waiting))",
     ),
@@ -474,7 +474,7 @@ MUTANTS = (
     ),
     mutant(
         "who was skipped is not asked again once a place opens",
-        _Queue.look_again,
+        Queue.look_again,
         "self._asks_again = True",
         "self._asks_again = False",
         policy="by_priority",
@@ -486,7 +486,7 @@ MUTANTS = (
     ),
     mutant(
         "rows that make way count as waiting, so the queue is left too early",
-        _Queue.__init__,
+        Queue.__init__,
         "n - rows[v]",
         "n - self.counts[v]",
         policy="fcfs",
@@ -500,8 +500,32 @@ MUTANTS = (
     mutant(
         "what a row wrote whose logits are not finite is still found",
         _without,
-        "draft.forget(block)",
-        "pass",
+        "for row in untrusted_rows(ends):",
+        "for row in ():",
+    ),
+    mutant(
+        "what left in flight is found though something in its step went wrong",
+        _without,
+        "if doubt else ()",
+        "if False else ()",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
+    ),
+    mutant(
+        "an output of another size ends nobody whose encoder has an adapter",
+        faulty_rows,
+        ".features",
+        ".request.features",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
+    ),
+    mutant(
+        "an output of another size is kept for whoever comes next",
+        _not_kept,
+        " in wrong",
+        " in ()",
+        max_encoder_tokens=15,
+        encoder_cache_tokens=30,
     ),
     mutant(
         "a row whose logits are not finite goes on",

@@ -50,7 +50,7 @@ class Told:
     cells: bytes = b""  # the KV of `prompt` and `tokens`, as far as it was needed
     read_by: tuple[str, str | None] = ("", None)  # the weights and version that `cells` are of
     reread: bool = False  # the weights became others, so what is collected is of either
-    spoiled: bool = False  # its logits were not finite, so it ends with the step that lands
+    void: bool = False  # what it computed is worth nothing, so it ends with the step that lands
     ended_in: int = 0  # blocks of the pool it ended in, where the state has left that one since
 
     @property
@@ -187,7 +187,7 @@ def judge_completion(config: Config, completion: Completion, told: Told, has_new
         who + "a hit includes the last token",
     )
     reason = completion.finish_reason
-    if told.spoiled:
+    if told.void:
         must(reason == FinishReason.ERROR and completion.error, who + f"ended by {reason}")
     elif has_news:
         due = expected_end(told, config.max_context)

@@ -19,18 +19,17 @@ from purestep.engine.adapters import deliver, deliver_loaded, register_adapter
 from purestep.engine.requests import submit
 from purestep.simulation.device import toy_step
 from purestep.simulation.world import loaded, toy_config, toy_state
+from purestep.state.adapter_places import activate, free_row_blocks, victims_for
 from purestep.state.adapters import (
     ROW_BLOCK,
     AdapterInfo,
     AdapterLedger,
-    activate,
     add_adapter,
     add_source,
     check_adapters,
     count_users,
     empty_adapters,
     evict,
-    free_row_blocks,
     known_names,
     load_asked,
     load_failed,
@@ -39,7 +38,6 @@ from purestep.state.adapters import (
     resolve,
     touch,
     unpin,
-    victims_for,
 )
 from purestep.state.canonical import to_plain
 from purestep.state.errors import AdapterError, UnknownAdapterError

@@ -17,7 +17,8 @@ from hypothesis import example, given, settings
 from immutables import Map
 
 from purestep.engine.adapters import deliver_loaded, pin_adapter, register_adapter
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.branch import branch
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import schedule
 from purestep.simulation.device import toy_step
 from purestep.simulation.world import loaded, toy_config, toy_state

@@ -26,10 +26,11 @@ from hypothesis.stateful import (
 from immutables import Map
 
 from purestep.engine.adapters import deliver_loaded
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
 from purestep.engine.config import Config
 from purestep.engine.policy import Policy, by_priority, fcfs
-from purestep.engine.requests import abort, branch, submit
+from purestep.engine.requests import abort, submit
 from purestep.engine.schedule import schedule
 from purestep.engine.step import without_overwritten
 from purestep.simulation.device import tear, toy_step
@@ -44,7 +45,8 @@ from purestep.simulation.strategies import (
 )
 from purestep.simulation.world import loaded, toy_config, toy_state
 from purestep.state.canonical import digest, from_plain, to_plain
-from purestep.state.engine import EngineState, check_host, progress
+from purestep.state.checks import check_host
+from purestep.state.engine import EngineState, progress
 from purestep.state.errors import RequestError
 from purestep.state.plan import Outputs, StepResult
 from purestep.state.request import Completion, FinishReason, Request, frozen
@@ -110,9 +112,9 @@ class HostMachine(RuleBasedStateMachine):
     def whole_state(self, kind: str) -> None:
         self.machine.do((kind, {}))
 
-    @rule(pick=picks)
-    def logits_are_not_finite(self, pick: int) -> None:
-        self.machine.do(("spoil", {"pick": pick}))
+    @rule(pick=picks, kind=st.sampled_from(("spoil", "misfit")))
+    def results_are_void(self, pick: int, kind: str) -> None:
+        self.machine.do((kind, {"pick": pick}))
 
     @rule()
     def other_weights(self) -> None:
@@ -210,6 +212,52 @@ def test_a_failed_step_does_not_spoil_a_chain_of_copies() -> None:
     assert {i: c.tokens.tolist() for i, c in again.items()} == {
         i: c.tokens.tolist() for i, c in right.items()
     }
+
+
+def test_a_block_that_a_plan_in_flight_copies_is_held_though_its_row_has_no_token_in_it() -> None:
+    machine = Machine(toy_config(max_batched_tokens=3, max_rows=3))
+    sampling = {"temperature": 0.0, "max_tokens": 6}
+    machine.do(("submit", {"id": "p", "tokens": [1] * 9, "embeds": None, "sampling": sampling}))
+    machine.do(("step", {}))
+    machine.do(("branch", {"pick": 0, "count": 1}))
+    machine.do(("ahead", {}))
+    plan = machine.state.host.in_flight[0]
+    assert plan.copies
+    assert plan.row_ids == ("p",)
+    machine.do(("abort", {"pick": 1}))
+    machine.drain()
+
+
+@pytest.mark.parametrize("kind", ["spoil", "misfit"])
+def test_what_left_in_flight_is_not_found_if_its_step_went_wrong(kind: str) -> None:
+    """Its blocks were findable from when they were planned, and nobody else ends with an error."""
+    machine = Machine(toy_config(max_batched_tokens=20, max_encoder_tokens=9))
+    item = {"media": [(4, 2, 0, 0)] if kind == "misfit" else [], "embeds": None}
+    words = {"tokens": [1] * 13, "sampling": {"temperature": 0.0, "max_tokens": 4}, **item}
+    machine.do(("submit", {"id": "a", **words}))
+    machine.do(("ahead", {}))
+    machine.do(("abort", {"pick": 0}))
+    machine.do((kind, {"pick": 0}))
+    machine.do(("step", {}))
+    machine.do(("submit", {"id": "b", **words}))
+    machine.drain()
+    assert not machine.live
+
+
+def test_an_output_of_another_size_ends_those_whose_encoder_has_an_adapter() -> None:
+    """Such outputs have names of their own."""
+    machine = Machine(toy_config(max_batched_tokens=26, max_encoder_tokens=18))
+    machine.do(("load", {"name": "fr", "version": "v2", "again": False}))
+    sampling = {"temperature": 0.0, "max_tokens": 4}
+    words = {"tokens": [1] * 13, "media": [(4, 2, 0, 0)], "embeds": None, "sampling": sampling}
+    machine.do(("submit", {"id": "a", "adapter": "fr", **words}))
+    machine.do(("submit", {"id": "b", **words}))
+    machine.do(("ahead", {}))
+    assert len(machine.state.host.in_flight[0].encodes) == 2
+    machine.do(("misfit", {"pick": 0}))
+    machine.do(("step", {}))
+    assert len(machine.live) == 1, "one of the two has the item as it should be"
+    machine.drain()
 
 
 def test_equal_prompts_of_one_step_share_blocks() -> None:

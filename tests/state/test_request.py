@@ -11,23 +11,25 @@ import pytest
 import torch
 
 from purestep.engine.adapters import AdapterFailed, deliver, register_adapter
+from purestep.engine.branch import branch
 from purestep.engine.commit import commit
-from purestep.engine.requests import abort, abort_host, branch, submit
+from purestep.engine.requests import abort, abort_host, submit
 from purestep.engine.schedule import schedule
 from purestep.simulation.device import execute, toy_step
 from purestep.simulation.world import VOCAB, toy_config, toy_state
 from purestep.state.canonical import digest
-from purestep.state.engine import EngineState, check_host
+from purestep.state.checks import check_host
+from purestep.state.engine import EngineState
 from purestep.state.errors import RequestError, SamplingError, UnknownAdapterError
 from purestep.state.request import (
     Completion,
     FinishReason,
     Request,
-    checked_tokens,
     for_adapters,
     logprob_dicts,
     prompt_logprob_dicts,
 )
+from purestep.state.request_rules import checked_tokens
 from purestep.state.sampling import SamplingParams, shown
 from purestep.state.sampling_rules import check_sampling
 
