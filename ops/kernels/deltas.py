@@ -218,7 +218,7 @@ def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
     deltas = shrunk.deltas
     O, add, wide = deltas.b_PO.shape[1], y.dim() == 2, dtype == torch.float32  # noqa: E741
     X, BLOCK_T = deltas.token_XI.shape
-    BLOCK_N, warps = expand_shape(wide)
+    BLOCK_N, warps = expand_shape(y.shape[-2], wide)
     _expand[(triton.cdiv(O, BLOCK_N), X)](
         y if add else y[-1],
         h_start(y, shrunk),
@@ -254,9 +254,9 @@ def add_slices_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[
         y_To.copy_(sum_To)
 
 
-def expand_shape(wide: bool) -> tuple[int, int]:
+def expand_shape(T: int, wide: bool) -> tuple[int, int]:
     """(BLOCK_N, warps)."""
-    return (32 if wide else 128), 4
+    return (32, 4) if wide else (128, 8 if T > 64 else 4)
 
 
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
