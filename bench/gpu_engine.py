@@ -385,10 +385,10 @@ def with_room(
     model: ModelConfig, params: Params, lora_rows: int, device: str
 ) -> tuple[Params, Room | None]:
     """The parameters where `load_program` would have put them."""
-    if device != "cuda":
-        return params, None
-    room = make_room(model, lora_rows, dtype=params.norm_D.dtype, device=device)
-    return (params if room is None else moved_in(params, room)), room
+    room = None
+    if device == "cuda":
+        room = make_room(model, lora_rows, dtype=params.norm_D.dtype, device=device)
+    return moved_in(params, room), room
 
 
 def random_adapter(model: ModelConfig, rank: int, seed: int, program: Program) -> Adapter:

@@ -72,8 +72,10 @@ def put(room: Room | None, linear: str, layer: int, children: Sequence[Tensor]) 
     return w_OD
 
 
-def moved_in(params: Params, room: Room) -> Params:
+def moved_in(params: Params, room: Room | None) -> Params:
     """The same parameters with the weights that have a place in the room copied there."""
+    if room is None:
+        return params
 
     def moved(i: int, layer: Layer) -> Layer:
         names = [(name, WEIGHTS[name]) for name in room.wide_LWD]

@@ -31,17 +31,18 @@ def shrunk_of(h_row, here, at, row, h_slab, PARTS: tl.constexpr, DTYPE: tl.const
     """Tokens times a chunk of their own rows of A: addends summed in a fixed order. Where a chunk
     has no row, zeros were written. Without addends (PARTS = 0) all rows of A are there, as they
     lie, and `row` are those of the chunk."""
+    c = tl.arange(0, CHUNK) + at * CHUNK
+    live = here[:, None]
     if PARTS == 0:
-        h_ptrs = h_row[:, None] + row[None, :]
-        h = tl.load(h_ptrs, mask=here[:, None] & (row >= 0)[None, :], other=0.0)
-        return h.to(DTYPE)
-    h_ptrs = h_row[:, None] + (tl.arange(0, CHUNK) + at * CHUNK)[None, :]
-    if PARTS == 1:
-        h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
+        c = row
+        live &= (row >= 0)[None, :]
+    h_ptrs = h_row[:, None] + c[None, :]
+    if PARTS < 2:
+        h = tl.load(h_ptrs, mask=live, other=0.0)
     else:  # one block, so that it changes its layout once, where each addend else would
         part = tl.arange(0, triton.next_power_of_2(PARTS))[:, None, None]
-        live = here[None, :, None] & (part < PARTS)
-        h = tl.sum(tl.load(h_ptrs[None, :, :] + part * h_slab, mask=live, other=0.0), 0)
+        there = live[None, :, :] & (part < PARTS)
+        h = tl.sum(tl.load(h_ptrs[None, :, :] + part * h_slab, mask=there, other=0.0), 0)
     return h.to(DTYPE)
 
 

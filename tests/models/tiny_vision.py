@@ -337,8 +337,12 @@ def processed(model: Loaded, images: Sequence[Image.Image]) -> dict[str, Any]:
 def features_of(oracle: Any, given: dict[str, Any]) -> list[Tensor]:
     """The rows of images by a transformers model, what is for later layers beside them."""
     found = oracle.model.get_image_features(**given)
-    deeper = getattr(found, "deepstack_features", [])
-    return [torch.cat(own, -1) for own in zip(found.pooler_output, *deeper, strict=True)]
+    rows = found.pooler_output
+    deeper = [  # before 5.24 of all images together
+        x.split([len(own) for own in rows]) if isinstance(x, Tensor) else x
+        for x in getattr(found, "deepstack_features", [])
+    ]
+    return [torch.cat(own, -1) for own in zip(rows, *deeper, strict=True)]
 
 
 @torch.inference_mode()
