@@ -46,6 +46,7 @@ from purestep.models.adapter_arenas import Arena
 from purestep.models.adapter_files import Adapter
 from purestep.models.config import ModelConfig, RopeConfig, fused_linears
 from purestep.models.decoder import Layer, Params
+from purestep.models.room import Room, make_room, moved_in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -142,9 +143,12 @@ def run_workload(
     counts = {case: int(case[8:] or 0) if case != "base" else 0 for case in work.cases}
     most = max(counts.values())
     context = work.prompt + work.new
+    lora_rows = max(1, most) * work.rank
+    params, room = with_room(model, params, lora_rows, device)
     program = make_program(
         model,
         params,
+        room=room,
         weights="random",
         dtype="bfloat16" if device == "cuda" else "float32",
         device=device,
@@ -155,7 +159,7 @@ def run_workload(
         max_batched_tokens=max(work.requests, 8 if args.smoke else 8192),
         max_active_adapters=max(1, most),
         max_registered_adapters=max(1, most),
-        lora_rows=max(1, most) * work.rank,
+        lora_rows=lora_rows,
         prefix_caching=False,
     )
     start = time.perf_counter()
@@ -375,6 +379,16 @@ def random_params(model: ModelConfig, device: str) -> Params:
         norm_D=ones,
         head_VD=matrix(model.vocab_size, model.hidden_size),
     )
+
+
+def with_room(
+    model: ModelConfig, params: Params, lora_rows: int, device: str
+) -> tuple[Params, Room | None]:
+    """The parameters where `load_program` would have put them."""
+    if device != "cuda":
+        return params, None
+    room = make_room(model, lora_rows, dtype=params.norm_D.dtype, device=device)
+    return (params if room is None else moved_in(params, room)), room
 
 
 def random_adapter(model: ModelConfig, rank: int, seed: int, program: Program) -> Adapter:

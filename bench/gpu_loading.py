@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from safetensors.torch import save_file
 
-from bench.gpu_engine import llama_8b, random_adapter, random_params, tiny_shape
+from bench.gpu_engine import llama_8b, random_adapter, random_params, tiny_shape, with_room
 from bench.report import Figure, parser, report
 from purestep.engine import (
     AdapterLoaded,
@@ -60,9 +60,12 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
     model = tiny_shape() if args.smoke else llama_8b()
     steps, rounds = (6, 1) if args.smoke else (args.steps, args.rounds)
     context = PROMPT + 2 * rounds * (steps + 150)
+    lora_rows = (HELD + 1) * RANK
+    params, room = with_room(model, random_params(model, device), lora_rows, device)
     program = make_program(
         replace(model, max_position=max(context, model.max_position)),
-        random_params(model, device),
+        params,
+        room=room,
         weights="random",
         dtype="bfloat16" if device == "cuda" else "float32",
         device=device,
@@ -71,7 +74,7 @@ def measure(args: argparse.Namespace, folder: Path) -> list[Figure]:
         num_blocks=(ROWS + 2) * -(-context // 16),
         max_active_adapters=HELD + 1,
         max_registered_adapters=HELD + SOURCES + 1,
-        lora_rows=(HELD + 1) * RANK,
+        lora_rows=lora_rows,
         prefix_caching=False,
     )
     sources = [write_adapter(folder / f"s{n}", model, n) for n in range(SOURCES)]

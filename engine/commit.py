@@ -1,6 +1,6 @@
 """What a step's result changes: new tokens, ended requests, freed blocks.
 
-R running rows, S sampled rows of the plan, B block size.
+R running rows, S sampled rows of the plan.
 """
 
 from collections.abc import Mapping

@@ -190,20 +190,26 @@ def graph_bytes(model: ModelConfig, num_rows: int, vocab: bool, tp: int = 1) -> 
 
 
 def choose_num_blocks(
-    config: Config, num_blocks: int | None, kv_bytes: int | None, encoder_bytes: int = 0
+    config: Config,
+    num_blocks: int | None,
+    kv_bytes: int | None,
+    encoder_bytes: int = 0,
+    held_bytes: int = 0,
 ) -> Config:
     """The config with its number of KV blocks: given, or as many as `kv_bytes` hold, or automatic.
 
     Automatic on a CPU: `max_rows` requests of full context, at most a quarter of the available
     memory. On a GPU: nine tenths of the free memory, less the adapter rows and a reserve for
     activations and graphs. On both the outputs that encoders keep are taken off before, and
-    `encoder_bytes`, the peak of encoding. Raises ConfigError where not even one block fits.
+    `encoder_bytes`, the peak of encoding. `held_bytes` of the adapter rows are allocated by now.
+    Raises ConfigError where not even one block fits.
     """
     block = kv_block_bytes(config)
     if num_blocks is not None and kv_bytes is not None:
         raise ConfigError(f"num_blocks={num_blocks} and kv_bytes={kv_bytes}: give at most one")
     if num_blocks is None:
-        limit = _automatic_bytes(config, encoder_bytes) if kv_bytes is None else kv_bytes
+        automatic = kv_bytes is None
+        limit = _automatic_bytes(config, encoder_bytes - held_bytes) if automatic else kv_bytes
         wanted = config.max_rows * -(-config.max_context // config.block_size)
         num_blocks = min(limit // block, wanted) if kv_bytes is None else limit // block
         if num_blocks < 1:

@@ -8,6 +8,7 @@ from typing import Any
 from purestep.engine.config import Config
 from purestep.engine.memory import itemsize_of, rows_that_fit
 from purestep.models.config import FusedLinear, ModelConfig
+from purestep.models.room import Room
 from purestep.state.errors import ConfigError
 
 MAX_BATCHED_TOKENS = 1024  # by default
@@ -56,6 +57,12 @@ def adapter_rows(
     if adapter_bytes is not None:
         return rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab, tower)
     return LORA_ROWS if lora_rows is None else lora_rows
+
+
+def check_room(room: Room | None, lora_rows: int) -> None:
+    """Raises ConfigError for one with another number of adapter rows."""
+    if room is not None and room.num_rows != lora_rows:
+        raise ConfigError(f"room: it has {room.num_rows} adapter rows, lora_rows={lora_rows}")
 
 
 def check_steps_hold(length: int, max_batched_tokens: int, long_prefill_threshold: int) -> None:

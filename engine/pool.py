@@ -9,6 +9,7 @@ K KV heads, H head size, D hidden, V vocabulary.
 import math
 from dataclasses import dataclass, field, replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ from purestep.models.adapter_files import Adapter
 from purestep.models.adapter_names import EMBED, HEAD
 from purestep.models.config import TOWER, fused_linears
 from purestep.models.decoder import AdapterRows, EmbedRows, LayerAdapters
+from purestep.models.room import Room
 from purestep.models.tower_rows import TowerRows
 from purestep.state.adapters import ROW_BLOCK, Residence
 from purestep.state.engine import DeviceState
@@ -68,22 +70,34 @@ def check_linears(config: Config, adapter: Adapter, label: str) -> None:
         )
 
 
-def allocate_pool(config: Config) -> Pool:
-    """A pool of zeros; on a CPU pages cost memory only once they are written."""
+def allocate_pool(config: Config, room: Room | None = None) -> Pool:
+    """A pool of zeros, which has its rows of A in the `room` if no other pool has them there; on a
+    CPU pages cost memory only once they are written."""
     model, L, P = config.model, config.model.num_layers, config.lora_rows
+    room = room if room is not None and room.is_free else None
     pages = (2, config.num_blocks, config.block_size, model.num_kv_heads, model.head_dim)
-    a, b = {}, {}
+    a, b, wide = {}, {}, {}
     for linear in fused_linears(model):
         S = len(linear.out_sizes)
-        a[linear.name] = _zeros(config, L, S, P, linear.in_features)
+        if room is not None and linear.name in room.a_LSPD:
+            a[linear.name] = room.a_LSPD[linear.name].zero_()
+            wide[linear.name] = room.wide_LWD[linear.name]
+        else:
+            a[linear.name] = _zeros(config, L, S, P, linear.in_features)
+            wide[linear.name] = [None] * L
         b[linear.name] = _zeros(config, L, P, linear.out_features)
     layers = tuple(
-        LayerAdapters(**{name: AdapterRows(a_SPD=a[name][i], b_PO=b[name][i]) for name in a})
+        LayerAdapters(
+            **{
+                name: AdapterRows(a_SPD=a[name][i], b_PO=b[name][i], wide_WD=wide[name][i])
+                for name in a
+            }
+        )
         for i in range(L)
     )
     kv = tuple(_zeros(config, *pages) for _ in range(L))
     embed, head = _vocab_rows(config) if config.lora_vocab else (None, None)
-    return Pool(
+    pool = Pool(
         config=config,
         kv=kv,
         a_LSPD=a,
@@ -94,6 +108,9 @@ def allocate_pool(config: Config) -> Pool:
         tower=tower_rows(config) if config.lora_tower else {},
         beside=copy_stream(config.device),
     )
+    if room is not None:
+        room.owner = ref(pool)
+    return pool
 
 
 def tower_rows(config: Config) -> dict[str, TowerRows]:

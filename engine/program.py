@@ -19,11 +19,13 @@ from purestep.engine.memory_encoder import encoder_peak_bytes, most_embeds, most
 from purestep.engine.native import use_native
 from purestep.engine.options import (
     IMAGE_LIMIT,
+    LORA_ROWS,
     MAX_BATCHED_TOKENS,
     adapter_pairs,
     adapter_rows,
     check_no_media,
     check_processors,
+    check_room,
     check_steps_hold,
     default_row_buckets,
     with_encoder,
@@ -42,8 +44,11 @@ from purestep.models.checkpoint import (
 from purestep.models.compiled import compile_fused_layer, compile_layer
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, decoder_layer
+from purestep.models.families import model_config_from_hf
 from purestep.models.fused import FusedLayerFn, fused_layer
+from purestep.models.room import Room, make_room
 from purestep.models.rope import rope_for_context
+from purestep.models.tensor_files import read_json
 from purestep.models.tower_linears import tower_linears
 from purestep.models.vision import Vision
 from purestep.ops import kernels
@@ -62,6 +67,7 @@ class Program:
     fused_layer: FusedLayerFn  # the same in our own kernels (models/fused.py)
     fused: bool  # which is the one that runs
     graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
+    room: Room | None  # what the weights lie in, with rows beneath for the adapters of one pool
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name
     defaults: SamplingParams  # what the checkpoint's generation_config.json asks for
@@ -82,7 +88,11 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
     device = resolve_device(options.pop("device", "auto"))
     dtype = resolve_dtype(options.pop("dtype", "auto"), device, _stored_dtype(folder))
     form = {"dtype": getattr(torch, dtype), "device": device}
-    model, params, digest = load_checkpoint(folder, **form)
+    room = None
+    if torch.device(device).type == "cuda" and kernels.usable() and "adapter_bytes" not in options:
+        text = model_config_from_hf(read_json(folder / "config.json"))
+        room = make_room(text, options.get("lora_rows") or LORA_ROWS, **form)
+    model, params, digest = load_checkpoint(folder, room=room, **form)
     found = load_vision(folder, **form) if options.get("image_limit") != 0 else None
     vision, tower = found or (None, None)
     if tower is not None:
@@ -100,6 +110,7 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
         stop_ids=stop_ids(folder),
         tokenizer=tokenizer,
         vision=vision,
+        room=room,
         **options,
     )
 
@@ -159,6 +170,7 @@ def make_program(
     encoder_cache_bytes: int | None = None,
     disable_chunked_mm_input: bool = False,
     skip_encoder_profile: bool = False,
+    room: Room | None = None,
 ) -> Program:
     """A program over parameters in memory, every option resolved and checked.
 
@@ -197,6 +209,10 @@ def make_program(
     `skip_encoder_profile` leaves that out, and to you to choose `num_blocks` or `kv_bytes` so that
     the encoder finds memory, or a step with large images may fail for want of it.
 
+    `room` is the memory that `params` lie in where adapters have their rows beneath them
+    (`models/room.py: make_room, moved_in`), which makes adapters cheaper on a GPU; `load_program`
+    makes one.
+
     Raises ConfigError naming option, value and limit.
     """
     check_processors(processors or {})
@@ -216,6 +232,7 @@ def make_program(
         lora_tower = kind == "cpu" and vision is not None
     held = tower if lora_tower else ()
     lora_rows = adapter_rows(model, dtype, lora_vocab, held, lora_rows, adapter_bytes)
+    check_room(room, lora_rows)
     if row_buckets is None:
         row_buckets = default_row_buckets(max_rows) if graphs else ()
     settings = {} if image_processor is None else image_processor.call.to_dict()
@@ -272,7 +289,8 @@ def make_program(
     config, encoder_bytes = check_config(config), 0
     if vision is not None and num_blocks is None and kv_bytes is None and not skip_encoder_profile:
         encoder_bytes = encoder_peak_bytes(config, vision, settings)
-    config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes))
+    own = 0 if room is None else room.nbytes
+    config = check_config(choose_num_blocks(config, num_blocks, kv_bytes, encoder_bytes, own))
     # For every program on a CPU: the ops' bits must not depend on which program came first.
     native = kind == "cpu" and use_native()
     fused = graphs or (native and dtype == "float32")
@@ -284,6 +302,7 @@ def make_program(
         fused_layer=compile_fused_layer() if compiled else fused_layer,
         fused=fused,
         graphs=graphs,
+        room=room,
         tokenizer=tokenizer,
         processors=Map(processors or {}),
         defaults=defaults,
@@ -296,7 +315,7 @@ def make_program(
 def init(program: Program) -> EngineState:
     """A fresh state with a pool of its own. Raises torch.OutOfMemoryError where a GPU has no memory
     for it."""
-    return initial_state(program.config, allocate_pool(program.config))
+    return initial_state(program.config, allocate_pool(program.config, program.room))
 
 
 def initial_state(config: Config, pool: Pool) -> EngineState:

@@ -33,11 +33,14 @@ def flush(state: EngineState) -> EngineState:
 def with_weights(program: Program, params: Params, *, version: str) -> Program:
     """The same program over other weights of the same model, which `version` names.
 
-    Give `adopt` every state that is to go on with it. Raises ConfigError for the version it has.
+    Give `adopt` every state that is to go on with it. On a GPU the program's own weights stay in
+    memory as long as a state of it, whose adapters may lie beneath them (`models/room.py`). Raises
+    ConfigError for the version it has.
     """
     if version == program.config.weights:
         raise ConfigError(f"with_weights: version={version!r} is the one the program has")
-    return replace(program, params=params, config=replace(program.config, weights=version))
+    config = replace(program.config, weights=version)
+    return replace(program, params=params, room=None, config=config)
 
 
 def adopt(program: Program, state: EngineState) -> EngineState:

@@ -1,7 +1,7 @@
 """Who runs, how many tokens, which blocks: the decisions of one step, without touching a tensor.
 
-R running rows, B block size. Rows that decode are served before prompt chunks, so that a long
-prompt never starves them; a step that preempts admits nobody (multi_lora.md, 11.1).
+R running rows. Rows that decode are served before prompt chunks, so that a long prompt never
+starves them; a step that preempts admits nobody (multi_lora.md, 11.1).
 
 A plan may be in flight. What it draws counts as length only: a row that may stop there is planned
 all the same. Nothing that it reads or writes is handed out, so where the next plan would have to

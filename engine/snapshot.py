@@ -179,7 +179,7 @@ def restore(program: Program, path: str | os.PathLike) -> EngineState:
         names = sorted(n for n, v in host.adapters.names.items() if v == version)
         check_linears(config, adapter, f"adapter {names or version[:12]}")
     prompts = _read_prompts(folder / PROMPTS, config, host) | _read_media(folder / MEDIA, host)
-    pool = allocate_pool(config)
+    pool = allocate_pool(config, program.room)
     _read_blocks_(folder, pool, meta["blocks"])
     for place in host.adapters.resident.values():
         upload_adapter_(pool, place, adapters[place.version])

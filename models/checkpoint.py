@@ -12,9 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from purestep.models.config import FusedLinear, ModelConfig, fused_linears
+from purestep.models.config import FusedLinear, ModelConfig, fused_linears, has_bias
 from purestep.models.decoder import Layer, Params
 from purestep.models.families import model_config_from_hf, vision_config_from_hf
+from purestep.models.room import Room, put
 from purestep.models.tensor_files import TOWER, read_json, read_tensors
 from purestep.models.vision import Vision
 from purestep.state.errors import CheckpointError
@@ -32,9 +33,14 @@ EMBED, NORM, HEAD = "embed_tokens.weight", "norm.weight", "lm_head.weight"
 
 
 def load_checkpoint(
-    path: str | Path, *, dtype: torch.dtype, device: torch.device | str = "cpu"
+    path: str | Path,
+    *,
+    dtype: torch.dtype,
+    device: torch.device | str = "cpu",
+    room: Room | None = None,
 ) -> tuple[ModelConfig, Params, str]:
     """Read a checkpoint folder's language model: geometry, weights in `dtype`, weight digest.
+    Weights that have a place in the `room` come to lie there.
 
     One model.safetensors, or shards listed by model.safetensors.index.json; names with or without
     the leading `model.`, or as multimodal models have them, whose other tensors are left alone;
@@ -65,7 +71,7 @@ def load_checkpoint(
             f"{path}: tie_word_embeddings is set, but {HEAD} differs from {EMBED}; "
             "set it to false in config.json to use both"
         )
-    return config, _params(tensors, config), digest
+    return config, _params(tensors, config, room), digest
 
 
 def load_vision(
@@ -156,7 +162,7 @@ def tensor_shapes(config: ModelConfig) -> dict[str, tuple[int, ...]]:
             for child, size in _stored_linears(config, linear).items():
                 name = f"layers.{i}.{linear.parent}.{child}"
                 shapes[f"{name}.weight"] = (size, linear.in_features)
-                if _has_bias(config, linear.name):
+                if has_bias(config, linear.name):
                     shapes[f"{name}.bias"] = (size,)
     return shapes
 
@@ -168,31 +174,28 @@ def _stored_linears(config: ModelConfig, linear: FusedLinear) -> dict[str, int]:
     return dict(zip(linear.children, linear.out_sizes, strict=True))
 
 
-def _has_bias(config: ModelConfig, linear: str) -> bool:
-    return {"qkv": config.qkv_bias, "out": config.out_bias}.get(linear, config.mlp_bias)
-
-
-def _params(tensors: dict[str, Tensor], config: ModelConfig) -> Params:
+def _params(tensors: dict[str, Tensor], config: ModelConfig, room: Room | None) -> Params:
     """Consumes `tensors`, so that no child of a fused linear is held longer than needed."""
     if config.sandwich:  # Gemma stores what its norms' weights have beyond one
         for name in [name for name in tensors if name.endswith("norm.weight")]:
             tensors[name] = tensors[name] + 1
-    layers = tuple(_layer(tensors, config, i) for i in range(config.num_layers))
+    layers = tuple(_layer(tensors, config, room, i) for i in range(config.num_layers))
     embed_VD = tensors[EMBED]
     head_VD = embed_VD if config.tie_embeddings else tensors[HEAD]
     return Params(embed_VD=embed_VD, layers=layers, norm_D=tensors[NORM], head_VD=head_VD)
 
 
-def _layer(tensors: dict[str, Tensor], config: ModelConfig, i: int) -> Layer:
+def _layer(tensors: dict[str, Tensor], config: ModelConfig, room: Room | None, i: int) -> Layer:
     weights: dict[str, Tensor] = {}
     biases: dict[str, Tensor | None] = {}
     for linear in fused_linears(config):
         stored = _stored_linears(config, linear)
         names = [f"layers.{i}.{linear.parent}.{child}" for child in stored]
-        weights[linear.name] = _stack([tensors.pop(f"{name}.weight") for name in names])
+        children = [tensors.pop(f"{name}.weight") for name in names]
+        weights[linear.name] = put(room, linear.name, i, children)
         biases[linear.name] = (
-            _stack([tensors.pop(f"{name}.bias") for name in names])
-            if _has_bias(config, linear.name)
+            torch.cat([tensors.pop(f"{name}.bias") for name in names])
+            if has_bias(config, linear.name)
             else None
         )
     norms = [tensors[f"layers.{i}.{name}.weight"] for name in NORMS[config.sandwich]]
@@ -216,7 +219,3 @@ def _layer(tensors: dict[str, Tensor], config: ModelConfig, i: int) -> Layer:
         down_bias_D=biases["down"],
         mlp_out_norm_D=mlp_out,
     )
-
-
-def _stack(children: list[Tensor]) -> Tensor:
-    return torch.cat(children) if len(children) > 1 else children[0]

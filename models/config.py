@@ -102,6 +102,11 @@ def fused_linears(config: ModelConfig) -> tuple[FusedLinear, ...]:
     )
 
 
+def has_bias(config: ModelConfig, linear: str) -> bool:
+    """Whether a fused linear of this name adds one."""
+    return {"qkv": config.qkv_bias, "out": config.out_bias}.get(linear, config.mlp_bias)
+
+
 def vocab_linears(config: ModelConfig) -> tuple[FusedLinear, ...]:
     """The two that the model has once: a token's embedding (a product with its one-hot vector)
     and the head. Adapters treat them as two even where the weights are tied."""

@@ -58,6 +58,8 @@ class AdapterRows:
 
     a_SPD: Tensor  # rows of A, one slice for each child
     b_PO: Tensor  # the same rows of B, transposed, scaling folded in, children side by side
+    # The weights with the rows of A beneath, where they lie so (models/room.py).
+    wide_WD: Tensor | None = None
 
 
 @tree

@@ -124,8 +124,8 @@ def attention(
     uniform: bool,
 ) -> Tensor:
     sizes = (config.q_size, config.kv_size, config.kv_size)
-    rows = deltas(adapters.qkv if adapters is not None else None, tiles)
-    y, shrunk = shrunk_linear(x_TD, layer.qkv_OD, layer.qkv_bias_O, rows, sizes)
+    rows, wide_WD = adapted(adapters.qkv if adapters is not None else None, tiles)
+    y, shrunk = shrunk_linear(x_TD, layer.qkv_OD, layer.qkv_bias_O, rows, sizes, wide_WD)
     q_TNH = rope_write_(
         kv, y, cos_TC, sin_TC, layer.qk_norm_NH, batch.kv_index_T, config.norm_eps, shrunk
     )
@@ -134,8 +134,8 @@ def attention(
         o_TNH = decode_attention(q_TNH, kv, *tables, config.attention_scale, window)
     else:
         o_TNH = paged_attention(q_TNH, kv, *tables, config.attention_scale, window, batch.end_T)
-    rows = deltas(adapters.out if adapters is not None else None, tiles)
-    return lora_linear(o_TNH.flatten(1), layer.out_DO, layer.out_bias_D, rows)
+    rows, wide_WD = adapted(adapters.out if adapters is not None else None, tiles)
+    return lora_linear(o_TNH.flatten(1), layer.out_DO, layer.out_bias_D, rows, wide_WD)
 
 
 def mlp(
@@ -146,17 +146,21 @@ def mlp(
     config: ModelConfig,
 ) -> Tensor:
     sizes = (config.intermediate_size, config.intermediate_size)
-    rows = deltas(adapters.gate_up if adapters is not None else None, tiles)
-    y, shrunk = shrunk_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, sizes)
+    rows, wide_WD = adapted(adapters.gate_up if adapters is not None else None, tiles)
+    y, shrunk = shrunk_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, sizes, wide_WD)
     x_TF = gated_mul(y, x_TD.dtype, config.activation, shrunk)
-    rows = deltas(adapters.down if adapters is not None else None, tiles)
-    return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows)
+    rows, wide_WD = adapted(adapters.down if adapters is not None else None, tiles)
+    return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows, wide_WD)
 
 
-def deltas(rows: AdapterRows | None, tiles: LoraTiles | None) -> Deltas | None:
+def adapted(
+    rows: AdapterRows | None, tiles: LoraTiles | None
+) -> tuple[Deltas | None, Tensor | None]:
+    """What the ops take of a linear's adapters, and the weights that lie above their rows."""
     if rows is None or tiles is None:
-        return None
-    return Deltas(rows.a_SPD, rows.b_PO, tiles.row_E, tiles.span_X2, tiles.token_XI)
+        return None, None
+    found = Deltas(rows.a_SPD, rows.b_PO, tiles.row_E, tiles.span_X2, tiles.token_XI)
+    return found, rows.wide_WD
 
 
 def decode_logits(

@@ -60,5 +60,5 @@ torch.library.define(
 torch.library.impl("purestep::gated_mul", ("cpu", "cuda"), _traced)
 torch.library.register_fake(
     "purestep::gated_mul",
-    lambda y, dtype, *_: y[0].new_empty(num_tokens(y), y[0].shape[-1] // 2, dtype=dtype),
+    lambda y, dtype, *_: y[0].new_empty(num_tokens(y), y[-1].shape[-1] // 2, dtype=dtype),
 )

@@ -6,7 +6,7 @@ entries of the step's adapters in chunks of 16, X tiles of I tokens of one adapt
 
 from collections.abc import Sequence
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,11 @@ SKINNY = 64  # most tokens for which the product is memory's alone
 # idle, where x A^T fits in: 5 of 10 us at 256 tokens of Llama 8B's gate and up on an H200. Beside
 # narrower products it takes as long as behind them.
 BESIDE_TOKENS, BESIDE_WIDTH = 512, 16384
+# Where all rows of A that there are lie beneath the weights, up to so many tokens, adapter rows and
+# products of the two are multiplied with these: an H200 takes 2 us a layer longer at 256 tokens and
+# 128 rows, 20 at 2048 and 387 at 8192, where products of their own take 37, 84 and 147; with 512
+# rows 9 at 256 and 37 at 512, but 111 at 2048.
+WIDE_TOKENS, WIDE_ROWS, WIDE_PRODUCTS = 2048, 512, 2**18
 
 
 class Deltas(NamedTuple):
@@ -40,7 +45,9 @@ class Deltas(NamedTuple):
 class Shrunk(NamedTuple):
     """What a product leaves to its reader: tokens times A, still to be multiplied by B."""
 
-    h: Tensor  # fp32 addends [n, T, S E]
+    # fp32 addends [n, T, S E]. n = 0 where they lie behind the product's outputs in its format, and
+    # for all rows of A in their order: [T, O + S P].
+    h: Tensor
     deltas: Deltas
 
 
@@ -56,21 +63,26 @@ def num_tiles(num_tokens: int, num_adapters: int) -> int:
 
 @kernels.named("lora_linear")
 def lora_linear(
-    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: Deltas | None,
+    wide_WD: Tensor | None = None,
 ) -> Product:
-    """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it.
+    """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it, or
+    what begins with it, [T, W].
 
     Which of the two is a function of T, the widths and the format; whoever reads it sums addends in
     order and rounds once. Token t gets the sum over its adapter's rows r of (x . a[s, r]) * b[r]; a
     token without an adapter gets exactly none. Rows of A and B that are not its adapter's are not
     read for it, and its bits depend on its own row and its own adapter alone: chunks are summed in
-    order.
+    order. `wide_WD` is W with A beneath (models/room.py), if it lies so; W > O where that is used.
     """
     if torch.compiler.is_dynamo_compiling():
-        return torch.ops.purestep.lora_linear(x_TD, w_OD, bias_O, flat(deltas))
+        return torch.ops.purestep.lora_linear(x_TD, w_OD, bias_O, flat(deltas), wide_WD)
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, w_OD.shape[:1])
-    y, h = _product(x_TD, w_OD, bias_O, deltas, room=True)
+    y, h = _product(x_TD, w_OD, bias_O, deltas, wide_WD, room=True)
     if h is not None:
         from purestep.ops.kernels.deltas import expand_
 
@@ -85,22 +97,29 @@ def shrunk_linear(
     bias_O: Tensor | None,
     deltas: Deltas | None,
     out_sizes: Sequence[int],
+    wide_WD: Tensor | None = None,
 ) -> tuple[Product, Shrunk | None]:
     """As `lora_linear` for slices of widths `out_sizes`, but on a GPU without the deltas' second
     half, which is for whoever reads the product: `rope_write_` and `gated_mul` take it. One launch
     less, and the product is not written and read once more."""
     if torch.compiler.is_dynamo_compiling():
-        found = torch.ops.purestep.shrunk_linear(x_TD, w_OD, bias_O, flat(deltas), out_sizes)
+        args = x_TD, w_OD, bias_O, flat(deltas), out_sizes, wide_WD
+        found = torch.ops.purestep.shrunk_linear(*args)
         left = deltas is not None and len(found) > 1
         return (found[:-1], Shrunk(found[-1], deltas)) if left else (found, None)
     if not x_TD.is_cuda:
         return _on_cpu(x_TD, w_OD, bias_O, deltas, out_sizes), None
-    y, h = _product(x_TD, w_OD, bias_O, deltas, room=False)
+    y, h = _product(x_TD, w_OD, bias_O, deltas, wide_WD, room=False)
     return y, None if h is None else Shrunk(h, deltas)
 
 
 def _product(
-    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: Deltas | None, room: bool
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: Deltas | None,
+    wide_WD: Tensor | None,
+    room: bool,
 ) -> tuple[Tensor, Tensor | None]:
     """(y, h): x W^T + bias and x A^T; `room` leaves an addend of y free where it has addends."""
     from purestep.ops.kernels import deltas as kernels
@@ -110,6 +129,9 @@ def _product(
         return products.skinny(x_TD, w_OD, bias_O, deltas, room=room and deltas is not None)
     if deltas is None:
         return F.linear(x_TD, w_OD, bias_O), None
+    if bias_O is None and wide_WD is not None and _fits(x_TD, w_OD, wide_WD, deltas):
+        none = x_TD.new_empty((0, len(x_TD), kernels.h_shape(deltas)[1]), dtype=torch.float32)
+        return F.linear(x_TD, wide_WD), none
     if len(x_TD) > BESIDE_TOKENS or len(w_OD) < BESIDE_WIDTH:
         return F.linear(x_TD, w_OD, bias_O), kernels.shrink(x_TD, deltas)
     main, side = torch.cuda.current_stream(), _side_stream(x_TD.device)
@@ -119,6 +141,14 @@ def _product(
         h = kernels.shrink(x_TD, deltas)
     main.wait_stream(side)  # which reuses h's memory only behind what reads it: it waits for main
     return y_TO, h
+
+
+def _fits(x_TD: Tensor, w_OD: Tensor, wide_WD: Tensor, deltas: Deltas) -> bool:
+    """Whether one product with weights and rows is the faster way, and these are the weights: a
+    pool may be stepped with others than its rows lie beneath."""
+    T, P = len(x_TD), deltas.a_SPD.shape[1]
+    few = T <= WIDE_TOKENS and P <= WIDE_ROWS and T * P <= WIDE_PRODUCTS
+    return few and wide_WD.data_ptr() == w_OD.data_ptr()
 
 
 @cache
@@ -223,9 +253,14 @@ def shrunk_of(tensors: list[Tensor]) -> Shrunk | None:
 
 
 def _lora_linear_traced(
-    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: list[Tensor]
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: list[Tensor],
+    wide_WD: Tensor | None = None,
 ) -> list[Tensor]:
-    return told(lora_linear(x_TD, w_OD, bias_O, deltas_of(deltas)), x_TD)
+    y = lora_linear(x_TD, w_OD, bias_O, deltas_of(deltas), wide_WD)
+    return told(y, x_TD, len(w_OD), wide_WD)
 
 
 def _shrunk_linear_traced(
@@ -234,16 +269,22 @@ def _shrunk_linear_traced(
     bias_O: Tensor | None,
     deltas: list[Tensor],
     out_sizes: Sequence[int],
+    wide_WD: Tensor | None = None,
 ) -> list[Tensor]:
     """The product, and behind it what is left to its reader, on a GPU, where there are deltas."""
-    y, shrunk = shrunk_linear(x_TD, w_OD, bias_O, deltas_of(deltas), out_sizes)
-    return told(y, x_TD) + ([] if shrunk is None else [shrunk.h])
+    y, shrunk = shrunk_linear(x_TD, w_OD, bias_O, deltas_of(deltas), out_sizes, wide_WD)
+    return told(y, x_TD, len(w_OD), wide_WD) + ([] if shrunk is None else [shrunk.h])
 
 
 def _shrunk_linear_fake(
-    x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None, deltas: list[Tensor], *_: Any
+    x_TD: Tensor,
+    w_OD: Tensor,
+    bias_O: Tensor | None,
+    deltas: list[Tensor],
+    out_sizes: Sequence[int],
+    wide_WD: Tensor | None = None,
 ) -> list[Tensor]:
-    found = fake_product(x_TD, w_OD.shape[0])
+    found = fake_product(x_TD, w_OD.shape[0], wide_WD)
     if deltas and x_TD.is_cuda:
         a_SPD, _, row_E = deltas[:3]
         sizes = x_TD.shape[0], a_SPD.shape[0] * row_E.shape[0]
@@ -258,15 +299,17 @@ def _head_linear_traced_(out_SV: Tensor, x_SD: Tensor, w_VD: Tensor) -> None:
 
 torch.library.define(
     "purestep::lora_linear",
-    "(Tensor x_TD, Tensor w_OD, Tensor? bias_O, Tensor[] deltas) -> Tensor[]",
+    "(Tensor x_TD, Tensor w_OD, Tensor? bias_O, Tensor[] deltas, Tensor? wide_WD=None) -> Tensor[]",
 )
 torch.library.impl("purestep::lora_linear", ("cpu", "cuda"), _lora_linear_traced)
 torch.library.register_fake(
-    "purestep::lora_linear", lambda x_TD, w_OD, *_: fake_product(x_TD, w_OD.shape[0])
+    "purestep::lora_linear",
+    lambda x_TD, w_OD, _bias, _deltas, wide_WD=None: fake_product(x_TD, w_OD.shape[0], wide_WD),
 )
 torch.library.define(
     "purestep::shrunk_linear",
-    "(Tensor x_TD, Tensor w_OD, Tensor? bias_O, Tensor[] deltas, int[] out_sizes) -> Tensor[]",
+    "(Tensor x_TD, Tensor w_OD, Tensor? bias_O, Tensor[] deltas, int[] out_sizes, "
+    "Tensor? wide_WD=None) -> Tensor[]",
 )
 torch.library.impl("purestep::shrunk_linear", ("cpu", "cuda"), _shrunk_linear_traced)
 torch.library.register_fake("purestep::shrunk_linear", _shrunk_linear_fake)

@@ -89,7 +89,7 @@ def _traced(
 
 def _fake(kv: Tensor, y: list[Tensor], *_: Any) -> Tensor:
     K, H = kv.shape[3:]
-    return kv.new_empty(num_tokens(y), y[0].shape[-1] // H - 2 * K, H)
+    return kv.new_empty(num_tokens(y), y[-1].shape[-1] // H - 2 * K, H)
 
 
 torch.library.define(

@@ -27,9 +27,14 @@ def tile_of(token_ptr, span_ptr, tile, BLOCK_T: tl.constexpr):
 
 
 @triton.jit
-def shrunk_of(h_row, here, at, h_slab, PARTS: tl.constexpr, DTYPE: tl.constexpr):
+def shrunk_of(h_row, here, at, row, h_slab, PARTS: tl.constexpr, DTYPE: tl.constexpr):
     """Tokens times a chunk of their own rows of A: addends summed in a fixed order. Where a chunk
-    has no row, zeros were written."""
+    has no row, zeros were written. Without addends (PARTS = 0) all rows of A are there, as they
+    lie, and `row` are those of the chunk."""
+    if PARTS == 0:
+        h_ptrs = h_row[:, None] + row[None, :]
+        h = tl.load(h_ptrs, mask=here[:, None] & (row >= 0)[None, :], other=0.0)
+        return h.to(DTYPE)
     h_ptrs = h_row[:, None] + (tl.arange(0, CHUNK) + at * CHUNK)[None, :]
     if PARTS == 1:
         h = tl.load(h_ptrs, mask=here[:, None], other=0.0)
@@ -106,7 +111,8 @@ def _expand(
     span_ptr,
     token_ptr,
     O,  # noqa: E741
-    h_width,
+    y_row,
+    h_row,
     h_slab,
     PARTS: tl.constexpr,
     ADD: tl.constexpr,
@@ -129,13 +135,13 @@ def _expand(
         n = tl.max_contiguous(tl.multiple_of(n, BLOCK_N), BLOCK_N)
     else:
         y_mask &= (n < O)[None, :]
-    y_ptrs = y_ptr + t[:, None] * O + n[None, :]
+    y_ptrs = y_ptr + t[:, None] * y_row + n[None, :]
     acc = nothing(BLOCK_T, BLOCK_N)
     if ADD:
         y = tl.load(y_ptrs, mask=y_mask, other=0.0)
     for at in range(low, high):
         row = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
-        h = shrunk_of(h_ptr + t * h_width, here, at, h_slab, PARTS, DTYPE)
+        h = shrunk_of(h_ptr + t * h_row, here, at, row, h_slab, PARTS, DTYPE)
         b_mask = (row >= 0)[:, None]
         if not EVEN:
             b_mask &= (n < O)[None, :]
@@ -192,24 +198,38 @@ def shrink_shape(T: int, D: int, wide: bool) -> tuple[int, int, int, int, int]:
     return (32, 128, 4 if D >= 2048 else 1, 4, 4) if T <= 512 else (32, 128, 1, 4, 4)
 
 
+def h_start(y: Tensor, shrunk: Shrunk) -> Tensor:
+    """Where a token's products with rows of A begin: behind its others, where they were made
+    together."""
+    return shrunk.h if len(shrunk.h) else y[:, shrunk.deltas.b_PO.shape[1] :]
+
+
+def h_strides(y: Tensor, shrunk: Shrunk) -> tuple[int, int, int]:
+    """From a token's to the next one's, from addend to addend, from slice to slice."""
+    h, a_SPD = shrunk.h, shrunk.deltas.a_SPD
+    if not len(h):
+        return y.stride(0), 0, a_SPD.shape[1]
+    return h.stride(1), h.stride(0), h.shape[2] // a_SPD.shape[0]
+
+
 def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
-    """Add deltas to a product of one slice, y [T, O]; or fill the last of addends [n, T, O] with
-    them, and with minus zero for tokens that have none."""
-    h, deltas = shrunk
-    O, add, wide = y.shape[-1], y.dim() == 2, dtype == torch.float32  # noqa: E741
+    """Add deltas to a product of one slice, y [T, O or more]; or fill the last of addends
+    [n, T, O] with them, and with minus zero for tokens that have none."""
+    deltas = shrunk.deltas
+    O, add, wide = deltas.b_PO.shape[1], y.dim() == 2, dtype == torch.float32  # noqa: E741
     X, BLOCK_T = deltas.token_XI.shape
-    BLOCK_N, warps = expand_shape(wide)
+    BLOCK_N, warps = expand_shape(y.shape[-2], wide)
     _expand[(triton.cdiv(O, BLOCK_N), X)](
         y if add else y[-1],
-        h,
+        h_start(y, shrunk),
         deltas.b_PO,
         deltas.row_E,
         deltas.span_X2,
         deltas.token_XI,
         O,
-        h.shape[2],
-        h.stride(0),
-        PARTS=h.shape[0],
+        y.stride(-2),
+        *h_strides(y, shrunk)[:2],
+        PARTS=len(shrunk.h),
         ADD=add,
         BLOCK_T=BLOCK_T,
         BLOCK_N=BLOCK_N,
@@ -234,9 +254,9 @@ def add_slices_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[
         y_To.copy_(sum_To)
 
 
-def expand_shape(wide: bool) -> tuple[int, int]:
+def expand_shape(T: int, wide: bool) -> tuple[int, int]:
     """(BLOCK_N, warps)."""
-    return (32 if wide else 128), 4
+    return (32, 4) if wide else (128, 8 if T > 64 else 4)
 
 
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}

@@ -30,6 +30,7 @@ def _add_norm(
     sum_ptr,
     x_ptr,
     slab,
+    y_row,
     D,
     eps,
     PARTS: tl.constexpr,
@@ -44,7 +45,7 @@ def _add_norm(
     weight = tl.load(weight_ptr + d, mask=live, other=0.0).to(tl.float32)
     h = tl.load(h_ptr + t * D + d, mask=live, other=0.0).to(tl.float32)
     if ADD:
-        y = _gather(y_ptr, slab, t * D + d, live, PARTS, DTYPE)
+        y = _gather(y_ptr, slab, t * y_row + d, live, PARTS, DTYPE)
         if INNER:
             inner = tl.load(inner_ptr + d, mask=live, other=0.0).to(tl.float32)
             y = (y * tl.rsqrt(tl.sum(y * y, 0) / D + eps)).to(DTYPE).to(tl.float32)
@@ -71,6 +72,7 @@ def add_rms_norm(
             sum_TD,
             x_TD,
             T * D,
+            D if y is None else y.stride(-2),
             D,
             eps,
             PARTS=y.shape[0] if y is not None and y.dim() == 3 else 0,

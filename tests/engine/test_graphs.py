@@ -28,6 +28,7 @@ from purestep.models.fused import decode_logits
 from tests.engine.tiny import (
     Driver,
     gpu_twin,
+    in_room,
     prompt,
     request,
     run,
@@ -85,6 +86,8 @@ def gpu_program(dtype: str = "bfloat16", **options) -> Program:
     kind = getattr(torch, dtype)
     params = torch.utils._pytree.tree_map(lambda t: None if t is None else t.to(kind), params)
     defaults = {
+        "weights": "random",
+        "dtype": dtype,
         "num_blocks": 400,
         "max_rows": 24,
         "max_context": 128,
@@ -93,9 +96,7 @@ def gpu_program(dtype: str = "bfloat16", **options) -> Program:
         "prefix_caching": False,
         "row_buckets": BUCKETS,
     }
-    return make_program(
-        shape, params, weights="random", dtype=dtype, device="cuda", **defaults | options
-    )
+    return make_program(**in_room(shape, params, defaults | options))
 
 
 def with_ranks(program: Program, ranks: tuple[int, ...]) -> EngineState:

@@ -27,6 +27,9 @@ from purestep.engine import (
     submit,
 )
 from purestep.models.checkpoint import load_checkpoint
+from purestep.models.config import ModelConfig
+from purestep.models.decoder import Params
+from purestep.models.room import make_room, moved_in
 from purestep.state.checks import check_host
 from tests.models.peft_fixtures import save, wrap
 from tests.models.tiny import save_checkpoint
@@ -82,7 +85,16 @@ def gpu_twin(program: Program, **options: Any) -> Program:
     names = ("weights", "dtype", "block_size", "num_blocks", "max_rows", "max_batched_tokens")
     known = {name: getattr(program.config, name) for name in names}
     known |= {name: getattr(program.config, name) for name in ("max_active_adapters", "lora_rows")}
-    return make_program(program.config.model, params, device="cuda", **known | options)
+    return make_program(**in_room(program.config.model, params, known | options))
+
+
+def in_room(model: ModelConfig, params: Params, options: dict[str, Any]) -> dict[str, Any]:
+    """Arguments of `make_program` on a GPU for parameters that adapters lie beneath, as
+    `load_program` gives them."""
+    form = {"dtype": getattr(torch, options["dtype"]), "device": "cuda"}
+    room = make_room(model, options["lora_rows"], **form)
+    moved = {"params": moved_in(params, room), "room": room}
+    return options | moved | {"model": model, "device": "cuda"}
 
 
 @cache

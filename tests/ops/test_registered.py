@@ -14,7 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbol
 
 from purestep.ops import add_rms_norm, gated_mul, paged_attention, product, rope_write  # noqa: F401
 from purestep.ops.lora_linear import Deltas, Shrunk, deltas_of, flat, shrunk_of
-from purestep.ops.product import product_of, told
+from purestep.ops.product import num_tokens, product_of, told
 from tests.ops.forms import form
 from tests.ops.test_native import deltas
 
@@ -108,6 +108,15 @@ def checks(op: Any, args: list[Any]) -> tuple[str, ...]:
     return known if left else (*known, "test_aot_dispatch_dynamic")
 
 
+@pytest.mark.parametrize("name", ["one slice", "slices"])
+def test_opcheck_of_products_with_rows_beneath(name: str) -> None:
+    op, args = cases()[name]
+    w_OD, a_SPD = args[1], args[3][0]
+    found = op(*args, torch.cat((w_OD, a_SPD.flatten(0, 1))))
+    assert [len(y) for y in found] == [0, T, 0]
+    torch.library.opcheck(op.default, [*args, torch.cat((w_OD, a_SPD.flatten(0, 1)))])
+
+
 @pytest.mark.parametrize("name", ["product", "one slice", "bare slices", "slices"])
 def test_opcheck_of_products_with_lengths(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """As products of 16 bits on a GPU are told."""
@@ -120,10 +129,15 @@ def test_opcheck_of_products_with_lengths(name: str, monkeypatch: pytest.MonkeyP
 
 def test_a_product_is_found_in_its_list(monkeypatch: pytest.MonkeyPatch) -> None:
     x, whole, addends = random(T, D), random(T, F), random(3, T, F)
-    assert [y is whole for y in told(whole, x)] == [True]
-    monkeypatch.setattr(product, "has_addends", lambda _: True)
-    assert product_of(told(whole, x)) is whole
-    assert product_of(told(addends, x)) is addends
+    wide, wide_WD = random(T, F + 8), random(F + 8, D)
+    assert [y is whole for y in told(whole, x, F, None)] == [True]
+    for many in (False, True):
+        monkeypatch.setattr(product, "has_addends", lambda _, many=many: many)
+        assert product_of(told(whole, x, F, None)) is whole
+        for y in (whole, addends, wide):
+            assert product_of(told(y, x, F, wide_WD)) is y
+            assert num_tokens(told(y, x, F, wide_WD)) == T
+    assert product_of(told(addends, x, F, None)) is addends
 
 
 def test_deltas_come_back_from_their_tensors() -> None:

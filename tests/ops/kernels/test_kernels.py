@@ -199,6 +199,17 @@ def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
     other = kept.clone()
     expand_(other, Shrunk(in_three(h), lora), dtype)
     assert close(other, want, tolerance)
+    y, none = beneath(x, w, lora)
+    y[:, :O] = kept
+    expand_(y, Shrunk(none, lora), dtype)
+    assert close(y[:, :O], want, tolerance)
+    assert torch.equal(y[:, :O].cpu()[bare], kept.cpu()[bare])
+    h = random(T, O, dtype=dtype)
+    whole = elementwise.add_rms_norm(h, y, h[0], 1e-5)
+    for got, own in zip(
+        whole, elementwise.add_rms_norm(h, y[:, :O].clone(), h[0], 1e-5), strict=True
+    ):
+        assert torch.equal(got, own), "what lies behind a product is not read"
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
@@ -224,6 +235,8 @@ def test_activation_with_deltas(T, width, F, P, activation, dtype, tolerance) ->
     assert close(got, want, tolerance)
     three = folded.gated_mul(y, dtype, gelu, Shrunk(in_three(h), lora))
     assert close(three, want, tolerance)
+    whole, none = beneath(x, w, lora)
+    assert close(folded.gated_mul(whole, dtype, gelu, Shrunk(none, lora)), want, tolerance)
     assert torch.equal(got.cpu()[bare], elementwise.gated_mul(y, dtype, gelu).cpu()[bare])
 
 
@@ -231,6 +244,13 @@ def in_three(h: torch.Tensor) -> torch.Tensor:
     """The same as three addends."""
     one = h.sum(0)
     return torch.stack((one / 4, one / 2, one / 4))
+
+
+def beneath(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
+    """One product with weights and all rows of A, as where these lie beneath the weights."""
+    wide = torch.cat((w, lora.a_SPD.flatten(0, 1))).cpu().float()
+    none = torch.zeros(0, len(x), len(lora.a_SPD) * len(lora.row_E), device=DEVICE)
+    return (x.cpu().float() @ wide.T).to(x.dtype).to(DEVICE), none
 
 
 def shrunk_parts(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
@@ -263,6 +283,9 @@ def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> No
     got = folded.rope_write_(kv, y, *args, Shrunk(h, lora))
     assert close(got, want, tolerance)
     again = folded.rope_write_(torch.zeros_like(kv), y, *args, Shrunk(in_three(h), lora))
+    assert close(again, want, tolerance)
+    whole, none = beneath(x, w, lora)
+    again = folded.rope_write_(torch.zeros_like(kv), whole, *args, Shrunk(none, lora))
     assert close(again, want, tolerance)
     assert torch.equal(kv.isnan().cpu(), want_kv.isnan())
     assert close(torch.nan_to_num(kv), torch.nan_to_num(want_kv), tolerance)
