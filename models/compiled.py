@@ -47,11 +47,12 @@ def compile_layer() -> LayerFn:
 
 
 def compile_fused_layer() -> FusedLayerFn:
-    """`fused_layer`, compiled: graphs as of `compile_layer`, once more for uniform batches, and for
-    batches where tokens see what is behind them. Its kernels, and so its bits, are the same.
+    """`fused_layer`, compiled: graphs as of `compile_layer`, once more for uniform batches, for
+    batches where tokens see what is behind them, and for adapters whose rows lie beneath the
+    weights, as those of one pool do (models/room.py). Its kernels, and so its bits, are the same.
     """
     # A function each: a function may have 8 graphs, and looks for the one it wants in turn.
-    graphs: dict[tuple[bool, bool, int, bool], FusedLayerFn] = {}
+    graphs: dict[tuple[int, bool, bool, bool | None], FusedLayerFn] = {}
 
     def layer_fn(
         layer: Layer,
@@ -67,7 +68,8 @@ def compile_fused_layer() -> FusedLayerFn:
         window: int,
         uniform: bool,
     ) -> tuple[Tensor, Tensor]:
-        key = batch.lora is None, batch.end_T is None, window, uniform
+        beneath = None if batch.lora is None or adapters is None else _lie_beneath(adapters)
+        key = window, uniform, batch.end_T is None, beneath
         if key not in graphs:
             graphs[key] = _compiled(fused_layer)
         tokens = h_TD, x_TD, cos_TC, sin_TC
@@ -77,6 +79,11 @@ def compile_fused_layer() -> FusedLayerFn:
         )
 
     return layer_fn
+
+
+def _lie_beneath(adapters: LayerAdapters) -> bool:
+    linears = adapters.qkv, adapters.out, adapters.gate_up, adapters.down
+    return any(rows.wide_WD is not None for rows in linears)
 
 
 def _compiled(function: FunctionType) -> Callable[..., Any]:

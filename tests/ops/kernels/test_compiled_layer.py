@@ -1,9 +1,11 @@
 """The compiled layer as it runs on a GPU: triton's interpreter, 16 bits, tensors that say they are
-on one. Products have addends for few tokens, and leave deltas to their readers.
+on one. Products have addends for few tokens, for many they begin what also holds those with adapter
+rows, and they leave deltas to their readers.
 
 The law on a real one is in tests/engine/test_graphs.py.
 """
 
+from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -18,10 +20,18 @@ from purestep.engine.pack import pack_fused
 from purestep.engine.pool import upload_adapter_
 from purestep.models.compiled import compile_fused_layer
 from purestep.models.fused import FusedLayerFn, fused_forward, fused_layer
+from purestep.models.room import make_room, moved_in
 from tests.engine.tiny import prompt, request, submit_all, tiny_program, with_adapters
 from tests.ops.kernels.interpreter import DEVICE
 
 pytestmark = pytest.mark.skipif(DEVICE == "cuda", reason="there is a real one")
+
+
+def in_its_room(program: Program) -> Program:
+    """With its weights where adapter rows lie beneath, as on a GPU."""
+    config = program.config
+    room = make_room(config.model, config.lora_rows, dtype=torch.float16, device="cpu")
+    return replace(program, params=moved_in(program.params, room), room=room)
 
 
 def first_step(
@@ -48,7 +58,7 @@ def test_one_graph_for_few_tokens_and_many(monkeypatch: pytest.MonkeyPatch) -> N
     counters, layer_fn = torch._dynamo.utils.counters, compile_fused_layer()
     counters.clear()
     for length in (2, 33):
-        program = tiny_program(dtype="float16", max_batched_tokens=80)
+        program = in_its_room(tiny_program(dtype="float16", max_batched_tokens=80))
         requests = [request(w, prompt(1, length), w) for w in "ab"]
         state = submit_all(with_adapters(program, "ab"), requests)
         want = first_step(program, state, fused_layer, monkeypatch)
