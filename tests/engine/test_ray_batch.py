@@ -74,7 +74,8 @@ def test_a_processor_reads_images_below_its_media_folder_alone(tmp_path: Path) -
             return fn_constructor_args
 
     folder = tmp_path / "images"
-    _, _, job, _ = ray_processor("model", media_folder=str(folder))(Rows())
+    made = ray_processor("model", media_folder=str(folder), workers=Workers(count=1))(Rows())
+    job = made[2]
     assert job.media is not None
     assert (job.media.folder, job.media.roots) == (folder, ())
 
