@@ -91,8 +91,9 @@ def run_batch_ray(
 ) -> Counts:
     """`run_batch` with `workers`, on the Ray that this process is connected to; `options` are those
     of `load_program`. Paths must mean the same files everywhere. An actor that dies is started
-    again, and its lines are run once more. Raises as `run_batch` does, ConfigError where no machine
-    has room for an actor, ImportError without Ray Data, and Ray's errors where an engine fails."""
+    again, and its lines are run once more. Raises as `run_batch` and `load_program` do, ConfigError
+    where no machine has room for an actor, ImportError without Ray Data, and RuntimeError, from
+    Ray's own, where an engine fails."""
     ray = import_ray()
     check_job(job)
     workers = _resolved(ray, workers, options)
@@ -106,11 +107,11 @@ def run_batch_ray(
         stream = _messages(ray, model, options, job, workers, results.finished_bits(), num_open)
         with closing(stream):
             for message in stream:
+                if message.refusal:
+                    raise ConfigError(message.refusal)
                 rows[message.engine] = message.rows, message.active_adapters
                 progress.rows, progress.active_adapters = map(sum, zip(*rows.values(), strict=True))
-                for name in SPENT:
-                    before = getattr(progress.counts, name)
-                    setattr(progress.counts, name, before + message.spent[name])
+                _add_spent(progress.counts, message)
                 for ended in message.ended:
                     _take(job, results, progress, ended)
                 progress.tell()
@@ -140,7 +141,11 @@ def _messages(
     )  # fmt: skip
     told = _through_engines(ray, windows, workers, (model, dict(options), job), _tell, 1)
     tables = told.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
-    yield from map(unpacked, tables)
+    try:
+        yield from map(unpacked, tables)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or str(error).partition("\n")[0]
+        raise RuntimeError(f"Ray gave up an engine or the reading: {cause!r}") from error
 
 
 def _read(_: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -170,6 +175,11 @@ def _through_engines(
         num_cpus=workers.num_cpus,
         num_gpus=workers.num_gpus or None,
     )
+
+
+def _add_spent(counts: Counts, message: Message) -> None:
+    for name in SPENT:
+        setattr(counts, name, getattr(counts, name) + message.spent[name])
 
 
 def _take(job: BatchJob, results: ResultFile, progress: Progress, ended: Ended) -> None:
@@ -238,6 +248,8 @@ def _add_results(run: Callable[[Window], Iterator[Message]], table: Any) -> Any:
     lines = [Line(n, 1, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
     results = [""] * len(rows)
     *_, last = run(Window(lines=lines))
+    if last.refusal:
+        raise ConfigError(last.refusal)
     for line, record, _ in last.ended:
         told = json.loads(record)
         kept = {name: value for name, value in told.items() if name not in ("line", "digest")}

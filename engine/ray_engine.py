@@ -21,7 +21,7 @@ from purestep.engine.batch_rows import custom_id_of, read_object
 from purestep.engine.dry_run import dry_program
 from purestep.engine.program import load_program
 from purestep.state.engine import EngineState
-from purestep.state.errors import BatchLineError
+from purestep.state.errors import BatchLineError, PurestepError
 
 CELL = "cell"  # the column of windows and messages
 MESSAGE_LINES = 16  # that have ended, when they are told before their window has
@@ -50,10 +50,11 @@ class Message:
     The last message of a window has all lines of it, those of earlier ones, too."""
 
     engine: str
-    ended: list[Ended]
-    spent: dict[str, int]  # fields of Counts
-    rows: int
-    active_adapters: int
+    ended: list[Ended] = field(default_factory=list)
+    spent: dict[str, int] = field(default_factory=dict)  # fields of Counts
+    rows: int = 0
+    active_adapters: int = 0
+    refusal: str = ""  # why the engine could not be made
 
 
 @dataclass(slots=True)
@@ -121,10 +122,12 @@ class BatchActor:
     ) -> None:
         torch.set_num_threads(threads)
         self.job = replace(job, strict=False)
-        self.program = (dry_program if job.dry_run else load_program)(model, **options)
+        self.answer, self.name, self.refusal = answer, uuid4().hex, ""
         self.state: EngineState | None = None
-        self.name = uuid4().hex
-        self.answer = answer
+        try:
+            self.program = (dry_program if job.dry_run else load_program)(model, **options)
+        except PurestepError as error:  # told as a value: of an actor's error Ray keeps its text
+            self.refusal = str(error)
 
     def __call__(self, table: Any) -> Any:
         return self.answer(self.run, table)
@@ -135,6 +138,9 @@ class BatchActor:
         How many there are depends on the number of its lines alone: where Ray runs it once more,
         because the actor died, the driver does not get those again that it had already, whatever
         is in them now, but it gets the last one, with all lines."""
+        if self.refusal:
+            yield Message(engine=self.name, refusal=self.refusal)
+            return
         records, told = Records(list(window.ended)), 0
         with Progress(total=None, bar=False, metrics=None) as progress:
             lines = self._opened(window.lines, records, progress)
