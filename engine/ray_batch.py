@@ -8,7 +8,7 @@ actors into a pipeline of one's own: a function from one Ray Dataset to another.
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import closing
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from purestep.engine.batch import fail
-from purestep.engine.batch_files import Line, ResultFile, count_lines
+from purestep.engine.batch_files import Line, ResultFile, count_lines, read_lines
 from purestep.engine.batch_job import BatchJob, check_job
 from purestep.engine.batch_media import MediaRule
 from purestep.engine.batch_progress import Counts, Progress
@@ -92,8 +92,8 @@ def run_batch_ray(
     """`run_batch` with `workers`, on the Ray that this process is connected to; `options` are those
     of `load_program`. Paths must mean the same files everywhere. An actor that dies is started
     again, and its lines are run once more. Raises as `run_batch` and `load_program` do, ConfigError
-    where no machine has room for an actor, ImportError without Ray Data, and RuntimeError, from
-    Ray's own, where an engine fails."""
+    where no machine has room for an actor, ImportError without Ray Data, and RuntimeError where
+    Ray gives up an engine, or a line."""
     ray = import_ray()
     check_job(job)
     workers = _resolved(ray, workers, options)
@@ -115,6 +115,9 @@ def run_batch_ray(
                 for ended in message.ended:
                     _take(job, results, progress, ended)
                 progress.tell()
+        lines = read_lines(job.input, job.max_line_bytes)
+        if left := sum(not results.finished(line.number) for line in lines):
+            raise RuntimeError(f"Ray ended, but {left} lines of {job.input} have no record")
         progress.blank(num_lines - results.num_finished)
     return progress.counts
 
@@ -129,23 +132,38 @@ def _messages(
     num_open: int,
 ) -> Iterator[Message]:
     """What the engines tell, as it comes."""
-    start = ray.data.from_items([0])
-    start.context.target_max_block_size = 1  # a block for each row: nothing waits for another row
-    start.context.enable_progress_bars = False
     engines = workers.count or 1
     fill = min(int(options.get("max_rows", 64)), -(-num_open // engines))
     settings = {"engines": engines, "rows": max(fill, 1)}
-    windows = start.map_batches(
-        _read, fn_args=(job, finished_bits, num_open), fn_kwargs=settings, batch_size=None,
-        num_cpus=0,
-    )  # fmt: skip
-    told = _through_engines(ray, windows, workers, (model, dict(options), job), _tell, 1)
-    tables = told.iter_batches(batch_size=None, batch_format="pyarrow", prefetch_batches=0)
     try:
-        yield from map(unpacked, tables)
+        with _row_by_row(ray.data.DataContext.get_current()):
+            windows = ray.data.from_items([0]).map_batches(
+                _read, fn_args=(job, finished_bits, num_open), fn_kwargs=settings, batch_size=None,
+                num_cpus=0,
+            )  # fmt: skip
+            told = _through_engines(ray, windows, workers, (model, dict(options), job), _tell, 1)
+            for table in told.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=0
+            ):
+                yield from unpacked(table)
     except ray.exceptions.RayError as error:
         cause = getattr(error, "cause", None) or str(error).partition("\n")[0]
         raise RuntimeError(f"Ray gave up an engine or the reading: {cause!r}") from error
+
+
+@contextmanager
+def _row_by_row(context: Any) -> Iterator[None]:
+    """A block for each row, so that none waits for others. The settings are of all Datasets, since
+    Ray 2.40 has no others; they are put back."""
+    settings = {"target_max_block_size": 1, "enable_progress_bars": False}
+    before = {name: getattr(context, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(context, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
 
 
 def _read(_: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
@@ -153,7 +171,8 @@ def _read(_: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
 
 
 def _tell(run: Callable[[Window], Iterator[Message]], table: Any) -> Iterator[Any]:
-    yield from map(packed, run(unpacked(table)))
+    for window in unpacked(table):
+        yield from map(packed, run(window))
 
 
 def _through_engines(

@@ -1,7 +1,6 @@
 """What a batch run on Ray does away from its driver: it reads lines, and runs windows of them.
 
-A window and a message cross Ray Data pickled, in the one cell of a one-row table, so that neither
-is joined with another or split.
+A window and a message cross Ray Data pickled, each in one cell, so that none is split.
 """
 
 import pickle
@@ -185,6 +184,6 @@ def packed(value: Window | Message) -> dict[str, list[bytes]]:
     return {CELL: [pickle.dumps(value)]}
 
 
-def unpacked(table: Any) -> Any:
-    """The window or message of a pyarrow Table of one row."""
-    return pickle.loads(table[CELL][0].as_py())
+def unpacked(table: Any) -> list[Any]:
+    """The windows or messages of a pyarrow Table."""
+    return [pickle.loads(cell.as_py()) for cell in table[CELL]]

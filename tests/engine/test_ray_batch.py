@@ -42,7 +42,7 @@ def local_ray() -> Iterator[str]:
     root = Path(__file__).parent.parent.parent
     paths = [str(path) for path in (root / ".wt", root) if path.exists()]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", ":".join(paths))  # of all its processes
+        patch.setenv("PYTHONPATH", ":".join(paths), prepend=":")  # of all its processes
         patch.setenv("OMP_NUM_THREADS", "1")
         context = ray.init(
             num_cpus=2,
