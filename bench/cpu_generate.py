@@ -99,7 +99,7 @@ def checkpoint(args: argparse.Namespace, folder: Path) -> Path:
         return folder / "model"
     if args.model:
         return args.model
-    from tests.examples.smollm2 import smollm2_dir
+    from purestep.engine.demo_model import smollm2_dir
 
     return smollm2_dir()
 

@@ -27,6 +27,7 @@ from purestep.engine.pictures import PictureOptions, read_picture
 from purestep.engine.policy import Order, Policy, by_priority, fcfs
 from purestep.engine.prepare import prepare, prepare_cached
 from purestep.engine.program import Program, init, load_program, make_program
+from purestep.engine.ray_batch import Workers, ray_processor
 from purestep.engine.recording import begin_recording, record, replay
 from purestep.engine.renewal import adopt, flush, with_weights
 from purestep.engine.requests import abort, submit
@@ -73,6 +74,7 @@ __all__ = [
     "SamplingParams",
     "StepPlan",
     "StepResult",
+    "Workers",
     "abort",
     "adopt",
     "begin_recording",
@@ -103,6 +105,7 @@ __all__ = [
     "prepare_cached",
     "progress",
     "prompt_logprob_dicts",
+    "ray_processor",
     "read_picture",
     "record",
     "recover",

@@ -39,7 +39,7 @@ GROUPS = {
         "digest", "fork", "snapshot", "restore", "begin_recording", "record", "replay", "flush",
         "with_weights", "adopt",
     ),
-    "Batch files": ("run_batch", "BatchJob"),
+    "Batch files": ("run_batch", "BatchJob", "ray_processor", "Workers"),
 }  # fmt: skip
 ELSEWHERE = {  # what only some need, by the module it is imported from
     "purestep.engine.batch_media": ("MediaRule",),
@@ -47,7 +47,7 @@ ELSEWHERE = {  # what only some need, by the module it is imported from
     "purestep.engine.dry_run": ("dry_program", "dry_step"),
     "purestep.engine.memory_plan": ("read_model_config", "read_tower", "Wishes", "memory_plan"),
     "purestep.engine.memory_measure": ("measure",),
-    "purestep.engine.ray_batch": ("ray_processor", "run_batch_ray", "Workers"),
+    "purestep.engine.ray_batch": ("run_batch_ray",),
     "purestep.engine.lm_eval": ("PurestepLM",),
 }
 HEAD = """# API

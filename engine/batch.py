@@ -5,7 +5,7 @@ each record is written when the last sample of its line has finished. So records
 of completion; `line` says where each belongs.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple, Protocol, TypeVar
 
@@ -18,6 +18,7 @@ from purestep.engine.batch_rows import Row, custom_id_of, read_object, row_of
 from purestep.engine.dry_run import dry_step
 from purestep.engine.generate import generate
 from purestep.engine.program import Program
+from purestep.state.engine import EngineState
 from purestep.state.errors import BatchLineError, MediaError, RequestError
 from purestep.state.processor_cache import empty_processor_cache
 from purestep.state.request import Completion, FinishReason, Request
@@ -49,7 +50,9 @@ def run_batch(program: Program, job: BatchJob, progress: Progress | None = None)
         results.check_input(job.input, job.max_line_bytes)
         progress.counts.skipped_failed = results.num_failed
         lines = read_lines(job.input, job.max_line_bytes)
-        run_lines(program, job, open_lines(job, lines, results, progress), results, progress)
+        opened = open_lines(job, lines, results, progress)
+        for _ in run_lines(program, job, opened, results, progress):
+            pass
     return progress.counts
 
 
@@ -60,8 +63,15 @@ class Sink(Protocol):
         """Take one line's record."""
 
 
+class Results(Sink, Protocol):
+    """Where records go, and which lines had theirs before."""
+
+    def finished(self, number: int) -> int:
+        """Not 0 for a line that has a record."""
+
+
 def open_lines(
-    job: BatchJob, lines: Iterable[Line], results: ResultFile, progress: Progress
+    job: BatchJob, lines: Iterable[Line], results: Results, progress: Progress
 ) -> Iterator[OpenLine]:
     """The lines that have no record yet. Those that are no JSON, or have the `custom_id` of an
     earlier one, get theirs at once."""
@@ -69,24 +79,30 @@ def open_lines(
     for line in lines:
         progress.blank(line.number - before - 1)
         before = line.number
-        finished = bool(results.finished(line.number))
-        if finished:
-            progress.skip()
-        custom_id = None
-        try:
-            given = _object(job, line)
-            custom_id = custom_id_of(given)
-            is_new = custom_id is None or seen.add(custom_id)
-            if finished:
-                continue
-            if not is_new:
-                what = f"an earlier line has the custom_id {custom_id!r}"
-                raise BatchLineError("duplicate_custom_id", what)
-        except BatchLineError as error:
-            if not finished:
-                fail(job, results, progress, line, custom_id, error)
-            continue
-        yield OpenLine(line, custom_id, given)
+        if (opened := open_line(job, line, seen, results, progress)) is not None:
+            yield opened
+
+
+def open_line(
+    job: BatchJob, line: Line, seen: DigestSet, results: Results, progress: Progress
+) -> OpenLine | None:
+    """One of `open_lines`; `seen` has the ids of all lines before it."""
+    finished = bool(results.finished(line.number))
+    if finished:
+        progress.skip()
+    custom_id = None
+    try:
+        given = _object(job, line)
+        custom_id = custom_id_of(given)
+        is_new = custom_id is None or seen.add(custom_id)
+        if not finished and not is_new:
+            what = f"an earlier line has the custom_id {custom_id!r}"
+            raise BatchLineError("duplicate_custom_id", what)
+    except BatchLineError as error:
+        if not finished:
+            fail(job, results, progress, line, custom_id, error)
+        return None
+    return None if finished else OpenLine(line, custom_id, given)
 
 
 def _object(job: BatchJob, line: Line) -> dict[str, Any]:
@@ -117,9 +133,15 @@ def fail(
 
 
 def run_lines(
-    program: Program, job: BatchJob, lines: Iterable[OpenLine], results: Sink, progress: Progress
-) -> None:
-    """Run lines to their end, and write each one's record."""
+    program: Program,
+    job: BatchJob,
+    lines: Iterable[OpenLine],
+    results: Sink,
+    progress: Progress,
+    state: EngineState | None = None,
+) -> Generator[None, None, EngineState]:
+    """Run lines to their end, and write each one's record; yields now and then. `state` and the
+    generator's value are as `generate` has them."""
     maker = RecordMaker(
         tokens=program.config.tokens,
         created=int(job.input.stat().st_mtime),
@@ -127,15 +149,22 @@ def run_lines(
         dry_run=job.dry_run,
     )
     run = _Run(program=program, job=job, results=results, progress=progress, maker=maker)
-    for completion in generate(
+    completions = generate(
         program,
         run.requests(lines),
         adapters=job.adapters,
         resolver=job.resolver,
         on_step=progress.step,
         advance=dry_step if job.dry_run else None,
-    ):
+        state=state,
+    )
+    while True:
+        try:
+            completion = next(completions)
+        except StopIteration as end:
+            return end.value
         run.collect(completion)
+        yield
 
 
 @dataclass(frozen=True, slots=True)

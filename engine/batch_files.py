@@ -119,6 +119,10 @@ class ResultFile:
         """The digest of the finished line of this number; 0 where it is still open."""
         return self._finished[number - 1] if number <= len(self._finished) else 0
 
+    def finished_bits(self) -> np.ndarray:
+        """A bit for each line up to the last finished one, packed into uint8; 1 = finished."""
+        return np.packbits(np.array(self._finished, np.uint64) != 0)
+
     def check_input(self, path: Path, max_bytes: int) -> None:
         """Raises BatchFileError unless every finished line stands in the input as it was."""
         missing = self.num_finished

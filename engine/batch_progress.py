@@ -46,7 +46,8 @@ class Progress:
     started: float = field(default_factory=time.monotonic)
     _told: float = 0.0  # when the bar's figures were renewed
     _written: float = 0.0  # and the file's
-    _last: Outputs | None = None
+    rows: int = 0  # of the last step
+    active_adapters: int = 0
     _file: IO[str] | None = None
     _tqdm: Any = None
 
@@ -63,10 +64,10 @@ class Progress:
             self._write(final=True)
             self._file.close()
 
-    def skip(self) -> None:
-        """A line that an earlier run had finished."""
-        self.counts.skipped += 1
-        self._tqdm.update()
+    def skip(self, count: int = 1) -> None:
+        """Lines that an earlier run had finished."""
+        self.counts.skipped += count
+        self._tqdm.update(count)
 
     def blank(self, count: int) -> None:
         """Lines that hold nothing."""
@@ -91,7 +92,11 @@ class Progress:
         counts.steps += 1
         counts.computed_tokens += outputs.num_tokens
         counts.preemptions += outputs.num_preempted
-        self._last = outputs
+        self.rows, self.active_adapters = outputs.num_rows, outputs.num_active_adapters
+        self.tell()
+
+    def tell(self) -> None:
+        """Renew the bar's figures and the file's, where it is time to."""
         now = time.monotonic()
         if self.bar and now - self._told > 0.5:
             self._told = now
@@ -109,7 +114,7 @@ class Progress:
     def figures(self) -> dict[str, Any]:
         """All that is known, as --metrics writes it: numbers, and None for a total not counted."""
         seconds = max(time.monotonic() - self.started, 1e-9)
-        counts, last = self.counts, self._last
+        counts = self.counts
         lines = counts.done + counts.failed
         return {
             "seconds": round(seconds, 3),
@@ -117,8 +122,8 @@ class Progress:
             "total": self.total,
             "requests_per_s": round(lines / seconds, 3),
             "output_tokens_per_s": round(counts.output_tokens / seconds, 3),
-            "rows": last.num_rows if last else 0,
-            "active_adapters": last.num_active_adapters if last else 0,
+            "rows": self.rows,
+            "active_adapters": self.active_adapters,
             "cache_hit_rate": round(counts.cached_tokens / max(counts.prompt_tokens, 1), 4),
         }
 

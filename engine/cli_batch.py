@@ -1,6 +1,7 @@
 """The command `purestep batch`."""
 
 import argparse
+import logging
 import signal
 import sys
 import traceback
@@ -15,11 +16,20 @@ from purestep.engine.batch_files import count_lines
 from purestep.engine.batch_job import BatchJob, check_job
 from purestep.engine.batch_media import MediaRule
 from purestep.engine.batch_progress import Progress
-from purestep.engine.cli_values import count, default_adapter, named_path, say, seconds, size
+from purestep.engine.cli_values import (
+    count,
+    default_adapter,
+    gpus,
+    named_path,
+    say,
+    seconds,
+    size,
+)
 from purestep.engine.dry_run import dry_program
 from purestep.engine.loader import folder_resolver
 from purestep.engine.memory import memory_summary
 from purestep.engine.program import load_program
+from purestep.engine.ray_batch import Workers, import_ray, run_batch_ray
 from purestep.state.errors import BatchFileError, BatchLineError, PurestepError
 
 EXIT_CODES = {
@@ -148,9 +158,15 @@ def _add_ray(group: Any) -> None:
         "--ray", nargs="?", const="local", metavar="ADDRESS",
         help="run on Ray (extra purestep[ray]): the cluster at ADDRESS, by default a local one",
     )  # fmt: skip
-    group.add_argument("--ray-actors", type=count, default=1, metavar="N", help="engines")
+    group.add_argument(
+        "--ray-actors", type=count, metavar="N",
+        help="engines; by default as many as find room in the cluster",
+    )  # fmt: skip
     group.add_argument("--ray-cpus", type=count, default=1, metavar="N", help="of each engine")
-    group.add_argument("--ray-gpus", type=float, default=0, metavar="X", help="of each engine")
+    group.add_argument(
+        "--ray-gpus", type=gpus, metavar="X",
+        help="of each engine; by default 1 where the cluster has any, unless --device is a CPU",
+    )  # fmt: skip
 
 
 def _add_engine(group: Any) -> None:
@@ -207,10 +223,8 @@ def _alone(args: argparse.Namespace, job: BatchJob, progress: Progress) -> Calla
 
 
 def _on_ray(args: argparse.Namespace, job: BatchJob, progress: Progress) -> Callable[[], object]:
-    import ray  # here, since nothing else needs it
-
-    from purestep.engine.ray_batch import Workers, run_batch_ray
-
+    ray = import_ray()
+    logging.getLogger("ray.data").setLevel(logging.WARNING)  # which tells of every execution
     ray.init(address=args.ray, ignore_reinit_error=True)
     workers = Workers(count=args.ray_actors, num_cpus=args.ray_cpus, num_gpus=args.ray_gpus)
     options, model = engine_options(args), str(args.model.resolve())

@@ -16,9 +16,12 @@ def reference() -> str:
     (commands,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     parts = []
     for name, command in commands.choices.items():
-        given = " ".join(a.metavar for a in command._actions if not a.option_strings)
-        parts += [f"**`purestep {name} [options] {given}`**", "", command.description, ""]
-        parts += ["| option | default | |", "|---|---|---|", *_rows(command), ""]
+        rows = list(_rows(command))
+        given = [a.metavar for a in command._actions if not a.option_strings]
+        words = " ".join(["purestep", name, *(["[options]"] if rows else []), *given])
+        parts += [f"**`{words}`**", "", command.description, ""]
+        if rows:
+            parts += ["| option | default | |", "|---|---|---|", *rows, ""]
     parts += ["| exit code | |", "|---|---|"]
     parts += [f"| {code} | {what} |" for code, what in EXIT_CODES.items()]
     return "\n".join(parts)

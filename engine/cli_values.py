@@ -24,6 +24,17 @@ def count(text: str) -> int:
     return int(text)
 
 
+def gpus(text: str) -> float:
+    """None, a share of one, or a whole number."""
+    try:
+        found = float(text)
+    except ValueError:
+        found = -1.0
+    if not (0 <= found <= 1 or (found < 2**16 and found.is_integer() and found > 0)):
+        raise argparse.ArgumentTypeError(f"{text!r} must be 0 to 1, or a whole number")
+    return found
+
+
 def seconds(text: str) -> float:
     """A time that a socket can wait for."""
     try:

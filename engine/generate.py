@@ -1,7 +1,7 @@
 """The offline driver: requests in, completions out, as they finish."""
 
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 
@@ -35,7 +35,8 @@ def generate(
     progress: bool = False,
     on_step: Callable[[Outputs], None] | None = None,
     advance: Advance | None = None,
-) -> Iterator[Completion]:
+    state: EngineState | None = None,
+) -> Generator[Completion, None, EngineState]:
     """Run requests to their end in one continuous batch, yielding each as it finishes.
 
     `requests` may be any iterable; at most `window` requests (default: twice `max_rows`) are live
@@ -46,7 +47,9 @@ def generate(
     that is refused or whose adapter fails yields a Completion with reason "error"; the others are
     unaffected. `on_step` sees every step's outputs; `progress` shows a bar. `advance` takes a
     step: `step`, `step_ahead`, which plans while the device computes, or `dry_step`, which asks no
-    model; by default the second where the program has graphs, else the first.
+    model; by default the second where the program has graphs, else the first. `state` is what to go
+    on from, with its caches and adapters; by default `init(program)`. The state at the end is the
+    generator's value (`state = yield from generate(...)`).
 
     Raises, once it is asked for the first completion, ConfigError for a window below 1 and
     AdapterError for what is no adapter's name; later whatever `requests` or `on_step` raise,
@@ -54,7 +57,7 @@ def generate(
     """
     if advance is None:
         advance = step_ahead if program.graphs else step
-    state = init(program)
+    state = init(program) if state is None else state
     for name, source in (adapters or {}).items():
         state = register_adapter(state, source, name=name)
     window = 2 * program.config.max_rows if window is None else window
@@ -66,9 +69,7 @@ def generate(
         driver = _Driver(
             program=program, loader=loader, policy=policy, resolver=resolver, advance=advance
         )
-        for completion in _drive(driver, state, iter(requests), window, on_step):
-            bar.update(completion.index == 0)  # the first of a request's samples
-            yield completion
+        return (yield from _drive(driver, state, iter(requests), window, on_step, bar))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +99,8 @@ def _drive(
     requests: Iterator[Request],
     window: int,
     on_step: Callable[[Outputs], None] | None,
-) -> Iterator[Completion]:
+    bar: tqdm,
+) -> Generator[Completion, None, EngineState]:
     exhausted = False
     while True:
         while not exhausted and len(state.host.requests) < window:
@@ -111,9 +113,10 @@ def _drive(
             try:
                 state = driver.submitted(state, request)
             except RequestError as error:
+                bar.update()
                 yield refused(request, error)
         if state.host.idle:
-            return
+            return state
         flying = state.host.in_flight
         state, outputs = driver.advance(driver.program, state, driver.policy)
         told = flying or not state.host.in_flight  # else a plan was queued and nothing came back
@@ -122,7 +125,9 @@ def _drive(
             state = deliver(state, event)
         if on_step is not None and told:
             on_step(outputs)
-        yield from outputs.finished
+        for completion in outputs.finished:
+            bar.update(completion.index == 0)  # the first of a request's samples
+            yield completion
 
 
 def refused(request: Request, error: RequestError) -> Completion:

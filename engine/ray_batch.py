@@ -1,125 +1,210 @@
-"""Batch runs over several GPUs or machines, on Ray (extra `purestep[ray]`).
+"""Batch runs over several GPUs or machines, on Ray Data (extra `purestep[ray]`).
 
-`purestep batch --ray` reads lines on the driver as actors ask for them, at most two windows an
-actor ahead, and writes records there; so a run is resumed, and bad lines are told, just as without
-Ray. `ray_processor` is for a pipeline of one's own: a function from one Ray Dataset to another.
+`purestep batch --ray` is a stream: one task reads windows of lines, a pool of actors with an engine
+each runs them, and the driver writes the records as they come; Ray Data holds back who is ahead.
+So a run is resumed, and bad lines are told, just as without Ray. `ray_processor` takes the same
+actors into a pipeline of one's own: a function from one Ray Dataset to another.
 """
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field, replace
-from itertools import cycle, islice
+from contextlib import closing, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-import ray
-import torch
+import numpy as np
 
-from purestep.engine.batch import OpenLine, Sink, fail, open_lines, run_lines, windows
-from purestep.engine.batch_files import Line, ResultFile, read_lines
+from purestep.engine.batch import fail
+from purestep.engine.batch_files import Line, ResultFile, count_lines, read_lines
 from purestep.engine.batch_job import BatchJob, check_job
 from purestep.engine.batch_media import MediaRule
 from purestep.engine.batch_progress import Counts, Progress
-from purestep.engine.batch_rows import FIELDS, custom_id_of, read_object
-from purestep.engine.dry_run import dry_program
+from purestep.engine.batch_rows import FIELDS
 from purestep.engine.loader import folder_resolver
-from purestep.engine.program import load_program
-from purestep.state.errors import BatchLineError
+from purestep.engine.ray_engine import (
+    BatchActor,
+    Ended,
+    Message,
+    Window,
+    packed,
+    read_windows,
+    unpacked,
+)
+from purestep.state.errors import BatchLineError, ConfigError
 
 KNOWN = {"method", "url", "body", *FIELDS["plain"]}
-AHEAD = 2  # windows an actor has at a time, so that it never waits for the driver
-TOKENS = ("prompt_tokens", "cached_tokens", "output_tokens", "steps", "computed_tokens",
-          "preemptions")  # fmt: skip
+SPENT = ("prompt_tokens", "cached_tokens", "output_tokens", "steps", "computed_tokens",
+         "preemptions")  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workers:
     """How many actors, and what each has. On a CPU torch takes `num_cpus` threads."""
 
-    count: int = 1
+    count: int | None = None  # as many as find room in the cluster
     num_cpus: int = 1
-    num_gpus: float = 0
+    num_gpus: float | None = None  # 1 where the cluster has GPUs and `device` is no CPU, else 0
 
 
-@dataclass(slots=True)
-class Records:
-    """A sink in memory: (line, record, failed)."""
-
-    found: list[tuple[Line, bytes, bool]] = field(default_factory=list)
-
-    def write(self, line: Line, record: bytes, *, failed: bool) -> None:
-        """Take one line's record."""
-        self.found.append((replace(line, raw=b""), record, failed))
-
-
-class BatchActor:
-    """An engine of its own, and the lines it is given."""
-
-    def __init__(self, model: str, options: Mapping[str, Any], job: BatchJob, threads: int) -> None:
-        torch.set_num_threads(threads)
-        self.program = (dry_program if job.dry_run else load_program)(model, **options)
-        self.job = replace(job, strict=False)  # the driver stops the run
-
-    def run(self, lines: list[Line]) -> tuple[list[tuple[Line, bytes, bool]], Counts]:
-        """The records of lines that are known to be JSON."""
-        records, progress = Records(), Progress(total=None, bar=False, metrics=None)
-        with progress:
-            run_lines(self.program, self.job, map(_opened, lines), records, progress)
-        return records.found, progress.counts
+def import_ray() -> Any:
+    """Ray, with Ray Data. Raises ImportError naming the extra."""
+    try:
+        import ray
+        import ray.data
+    except ImportError as error:
+        raise ImportError(f"Ray Data is missing ({error}): pip install 'purestep[ray]'") from error
+    return ray
 
 
-def _opened(line: Line) -> OpenLine:
-    given = read_object(line.raw)
-    return OpenLine(line, custom_id_of(given), given)
+def on_cluster(workers: Workers, nodes: list[Mapping[str, float]], device: str) -> Workers:
+    """`workers` with all numbers, on machines that have so much "CPU" and "GPU" each.
+
+    Raises ConfigError where no machine has room for one."""
+    num_gpus = workers.num_gpus
+    if num_gpus is None:
+        has_gpu = any(node.get("GPU", 0) for node in nodes)
+        num_gpus = 1 if has_gpu and not device.startswith("cpu") else 0
+    count = workers.count
+    if count is None:
+        needs = {"CPU": workers.num_cpus, "GPU": num_gpus}
+        count = sum(
+            min(int(node.get(name, 0) // need) for name, need in needs.items() if need)
+            for node in nodes
+        )
+        if not count:
+            raise ConfigError(
+                f"no machine of the cluster has num_cpus={workers.num_cpus} and "
+                f"num_gpus={num_gpus} for an engine: they have {[dict(node) for node in nodes]}"
+            )
+    return replace(workers, count=count, num_gpus=num_gpus)
+
+
+def _resolved(ray: Any, workers: Workers, options: Mapping[str, Any]) -> Workers:
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    kept = [{k: v for k, v in node.items() if k in ("CPU", "GPU")} for node in nodes]
+    return on_cluster(workers, kept, str(options.get("device", "auto")))
 
 
 def run_batch_ray(
     model: str, options: Mapping[str, Any], job: BatchJob, workers: Workers, progress: Progress
 ) -> Counts:
     """`run_batch` with `workers`, on the Ray that this process is connected to; `options` are those
-    of `load_program`. Paths must mean the same files for every worker. Raises as `run_batch` does,
-    and Ray's errors where actors cannot be had."""
+    of `load_program`. Paths must mean the same files everywhere. An actor that dies is started
+    again, and its lines are run once more. Raises as `run_batch` and `load_program` do, ConfigError
+    where no machine has room for an actor, ImportError without Ray Data, and RuntimeError where
+    Ray gives up an engine, or a line."""
+    ray = import_ray()
     check_job(job)
-    actor = ray.remote(num_cpus=workers.num_cpus, num_gpus=workers.num_gpus)(BatchActor)
+    workers = _resolved(ray, workers, options)
     with ResultFile(job.output, dry_run=job.dry_run) as results, progress:
         results.check_input(job.input, job.max_line_bytes)
         progress.counts.skipped_failed = results.num_failed
-        actors = [
-            actor.remote(model, dict(options), job, workers.num_cpus) for _ in range(workers.count)
-        ]
-        opened = open_lines(job, read_lines(job.input, job.max_line_bytes), results, progress)
-        lines = windows(job, (line for line, _, _ in opened), lambda line: line)
-        try:
-            for found, counts in _in_flight(actors, lines):
-                for name in TOKENS:
-                    setattr(progress.counts, name, getattr(progress.counts, name) + counts[name])
-                for line, record, failed in found:
-                    _take(job, results, progress, line, record, failed)
-        finally:
-            for handle in actors:
-                ray.kill(handle)
+        progress.skip(results.num_finished)
+        num_lines = count_lines(job.input)
+        num_open = num_lines - results.num_finished
+        rows = {}  # of each engine, and its adapters
+        stream = _messages(ray, model, options, job, workers, results.finished_bits(), num_open)
+        with closing(stream):
+            for message in stream:
+                if message.refusal:
+                    raise ConfigError(message.refusal)
+                rows[message.engine] = message.rows, message.active_adapters
+                progress.rows, progress.active_adapters = map(sum, zip(*rows.values(), strict=True))
+                _add_spent(progress.counts, message)
+                for ended in message.ended:
+                    _take(job, results, progress, ended)
+                progress.tell()
+        lines = read_lines(job.input, job.max_line_bytes)
+        if left := sum(not results.finished(line.number) for line in lines):
+            raise RuntimeError(f"Ray ended, but {left} lines of {job.input} have no record")
+        progress.blank(num_lines - results.num_finished)
     return progress.counts
 
 
-def _in_flight(
-    actors: list[Any], given: Iterator[list[Line]]
-) -> Iterator[tuple[list[tuple[Line, bytes, bool]], dict[str, int]]]:
-    """What the actors return, as it comes; each has up to `AHEAD` windows."""
-    owner: dict[Any, Any] = {}
-    for handle, window in zip(islice(cycle(actors), AHEAD * len(actors)), given, strict=False):
-        owner[handle.run.remote(window)] = handle
-    while owner:
-        (done,), _ = ray.wait(list(owner), num_returns=1)
-        handle = owner.pop(done)
-        for window in islice(given, 1):
-            owner[handle.run.remote(window)] = handle
-        found, counts = ray.get(done)
-        yield found, asdict(counts)
+def _messages(
+    ray: Any,
+    model: str,
+    options: Mapping[str, Any],
+    job: BatchJob,
+    workers: Workers,
+    finished_bits: np.ndarray,
+    num_open: int,
+) -> Iterator[Message]:
+    """What the engines tell, as it comes."""
+    engines = workers.count or 1
+    fill = min(int(options.get("max_rows", 64)), -(-num_open // engines))
+    settings = {"engines": engines, "rows": max(fill, 1)}
+    try:
+        with _row_by_row(ray.data.DataContext.get_current()):
+            windows = ray.data.from_items([0]).map_batches(
+                _read, fn_args=(job, finished_bits, num_open), fn_kwargs=settings, batch_size=None,
+                num_cpus=0,
+            )  # fmt: skip
+            told = _through_engines(ray, windows, workers, (model, dict(options), job), _tell, 1)
+            for table in told.iter_batches(
+                batch_size=None, batch_format="pyarrow", prefetch_batches=0
+            ):
+                yield from unpacked(table)
+    except ray.exceptions.RayError as error:
+        cause = getattr(error, "cause", None) or str(error).partition("\n")[0]
+        raise RuntimeError(f"Ray gave up an engine or the reading: {cause!r}") from error
 
 
-def _take(
-    job: BatchJob, results: Sink, progress: Progress, line: Line, record: bytes, failed: bool
-) -> None:
+@contextmanager
+def _row_by_row(context: Any) -> Iterator[None]:
+    """A block for each row, so that none waits for others. The settings are of all Datasets, since
+    Ray 2.40 has no others; they are put back."""
+    settings = {"target_max_block_size": 1, "enable_progress_bars": False}
+    before = {name: getattr(context, name) for name in settings}
+    try:
+        for name, value in settings.items():
+            setattr(context, name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            setattr(context, name, value)
+
+
+def _read(_: Any, *args: Any, **kwargs: Any) -> Iterator[Any]:
+    yield from map(packed, read_windows(*args, **kwargs))
+
+
+def _tell(run: Callable[[Window], Iterator[Message]], table: Any) -> Iterator[Any]:
+    for window in unpacked(table):
+        yield from map(packed, run(window))
+
+
+def _through_engines(
+    ray: Any,
+    dataset: Any,
+    workers: Workers,
+    engine: tuple[str, Mapping[str, Any], BatchJob],
+    answer: Callable[..., Any],
+    batch_size: int,
+) -> Any:
+    """The dataset behind a pool of BatchActors. None gets a task while it has one: that would wait
+    there, although another engine may be idle."""
+    return dataset.map_batches(
+        BatchActor,
+        fn_constructor_args=(*engine, workers.num_cpus, answer),
+        batch_size=batch_size,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=workers.count, max_tasks_in_flight_per_actor=1),
+        num_cpus=workers.num_cpus,
+        num_gpus=workers.num_gpus or None,
+    )
+
+
+def _add_spent(counts: Counts, message: Message) -> None:
+    for name in SPENT:
+        setattr(counts, name, getattr(counts, name) + message.spent[name])
+
+
+def _take(job: BatchJob, results: ResultFile, progress: Progress, ended: Ended) -> None:
+    line, record, failed = ended
+    if results.finished(line.number):
+        return  # told before its window had ended
     if failed and job.strict:
         told = json.loads(record)
         error = told["error"]
@@ -147,9 +232,11 @@ def ray_processor(
     nulls count as absent, other columns are the caller's own.
     Images are files below `media_folder`.
     `result` is the JSON text of the record, without `line` and `digest`; a row that cannot be run
-    has an `error` there. `options` are those of `load_program`. Raises nothing itself; what
-    `load_program` raises in an actor, Ray raises where the Dataset is consumed.
+    has an `error` there. `options` are those of `load_program`. Raises ImportError without Ray
+    Data; the function ConfigError where no machine has room for an actor. What `load_program`
+    raises in an actor, Ray raises where the Dataset is consumed.
     """
+    ray = import_ray()
     folder = Path(media_folder)
     job = BatchJob(
         input=folder,
@@ -163,35 +250,30 @@ def ray_processor(
     )
 
     def process(dataset: Any) -> Any:
-        return dataset.map_batches(
-            _Mapper,
-            fn_constructor_args=(model, options, job, workers.num_cpus),
-            batch_size=batch_size,
-            batch_format="pyarrow",
-            concurrency=workers.count,
-            num_cpus=workers.num_cpus,
-            num_gpus=workers.num_gpus or None,
-        )
+        engines = _resolved(ray, workers, options)
+        engine = model, options, job
+        return _through_engines(ray, dataset, engines, engine, _add_results, batch_size)
 
     return process
 
 
-class _Mapper(BatchActor):
-    """Rows of a Ray Dataset as lines."""
-
-    def __call__(self, table: Any) -> Any:
-        rows = [
-            {name: _without_nulls(value) for name, value in row.items()
-             if name in KNOWN and value is not None}
-            for row in table.to_pylist()
-        ]  # fmt: skip
-        lines = [Line(n, 1, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
-        results = [""] * len(rows)
-        for line, record, _ in self.run(lines)[0]:
-            told = json.loads(record)
-            kept = {name: value for name, value in told.items() if name not in ("line", "digest")}
-            results[line.number - 1] = json.dumps(kept)
-        return table.append_column("result", [results])
+def _add_results(run: Callable[[Window], Iterator[Message]], table: Any) -> Any:
+    """The table with the column `result`."""
+    rows = [
+        {name: _without_nulls(value) for name, value in row.items()
+         if name in KNOWN and value is not None}
+        for row in table.to_pylist()
+    ]  # fmt: skip
+    lines = [Line(n, 1, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
+    results = [""] * len(rows)
+    *_, last = run(Window(lines=lines))
+    if last.refusal:
+        raise ConfigError(last.refusal)
+    for line, record, _ in last.ended:
+        told = json.loads(record)
+        kept = {name: value for name, value in told.items() if name not in ("line", "digest")}
+        results[line.number - 1] = json.dumps(kept)
+    return table.append_column("result", [results])
 
 
 def _without_nulls(value: Any) -> Any:

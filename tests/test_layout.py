@@ -26,6 +26,9 @@ ALLOWED = {
         "PIL",
         "lm_eval",
         "ray",  # in the files named after them alone
+        "accelerate",
+        "gguf",
+        "tokenizers",  # in demo_model.py alone
     },
 }
 ARROWS = {

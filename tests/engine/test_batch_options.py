@@ -24,6 +24,7 @@ from tests.engine.batch_fixtures import SMALL, batch, bytes_checkpoint, write_li
         (["--threads=0"], "--threads"),
         (["--ray-actors=0"], "--ray-actors"),
         (["--ray-cpus=-1"], "--ray-cpus"),
+        (["--ray-gpus=1.5"], "--ray-gpus"),
         (["--remote-seconds=inf"], "--remote-seconds"),
         (["--remote-seconds=0"], "--remote-seconds"),
         (["--kv-bytes=infGiB"], "--kv-bytes"),

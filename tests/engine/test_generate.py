@@ -12,6 +12,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from purestep.engine import (
+    Completion,
     Outputs,
     Request,
     SamplingParams,
@@ -47,6 +48,27 @@ def test_an_iterator_is_pulled_at_most_a_window_ahead() -> None:
         assert len(pulled) <= len(seen) + 5 + 1
     assert sorted(seen, key=int) == [str(n) for n in range(40)]
     assert seen != sorted(seen, key=int), "short ones should overtake long ones"
+
+
+def test_it_goes_on_from_a_state() -> None:
+    """The second run finds the first one's prefix and adapter, and ends as it would alone."""
+    program = tiny_program()
+    places, asked = {"a": adapter_folder("a")}, request("r", prompt(0, 20), "a", max_tokens=3)
+    ends = []
+
+    def kept(**options: object) -> Iterator[Completion]:
+        ends.append((yield from generate(program, [asked], adapters=places, **options)))
+
+    (first,) = kept()
+    places["a"].rename(moved := places["a"].with_name("moved"))
+    try:
+        (second,) = kept(state=ends[0])
+    finally:
+        moved.rename(places["a"])
+    assert first.num_cached_tokens == 0
+    assert second.num_cached_tokens == 20 - 4, "the last block is computed for its logits"
+    assert first.tokens.tolist() == second.tokens.tolist() == alone(asked).tokens.tolist()
+    assert ends[1].host.idle
 
 
 def test_bad_requests_become_completions_with_an_error() -> None:

@@ -134,6 +134,6 @@ def test_the_command_line_knows_the_backend(tmp_path: Path) -> None:
 @pytest.mark.model
 @pytest.mark.slow
 def test_smollm2_scores_as_it_does_in_transformers(tmp_path: Path) -> None:
-    from tests.examples.smollm2 import smollm2_dir
+    from purestep.engine.demo_model import smollm2_dir
 
     compare(smollm2_dir(), tmp_path)

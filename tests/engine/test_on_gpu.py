@@ -26,6 +26,7 @@ from purestep.engine import (
     step,
     warm_up,
 )
+from purestep.engine.demo_model import cache_root
 from purestep.engine.graphs import graphs_of, replay
 from purestep.models.adapter_arenas import Arena
 from purestep.models.config import fused_linears
@@ -43,7 +44,6 @@ from tests.engine.tiny import (
     tiny_program,
     with_adapters,
 )
-from tests.examples.smollm2 import cache_root
 from tests.models.tiny_vision import one_row
 
 gpu = pytest.mark.gpu

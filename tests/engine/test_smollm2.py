@@ -10,9 +10,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from purestep.engine import Program, Request, SamplingParams, generate, prepare
+from purestep.engine.demo_model import smollm2_dir
 from tests.examples.demo import ADAPTERS, demo_program
 from tests.examples.prompts import HELD_OUT, messages
-from tests.examples.smollm2 import smollm2_dir
 
 pytestmark = [pytest.mark.model, pytest.mark.slow]
 

@@ -20,11 +20,11 @@ from transformers import (
 )
 
 from purestep.engine import Program, SamplingParams, generate, prepare
+from purestep.engine.demo_model import smollm2_dir
 from purestep.models.checkpoint import load_checkpoint, load_vision
 from tests.examples.demo import ADAPTERS, demo_program
 from tests.examples.evaluate_vlm import FORMS, answers, picture_request, samples
 from tests.examples.prompts import HELD_OUT, messages
-from tests.examples.smollm2 import smollm2_dir
 from tests.examples.train_vlm import answer_logits
 from tests.examples.train_vlm_data import chat_encoder, collate
 from tests.examples.vlm import HERE, KEY_MAPPING, MARKER, VISION, shapes_vlm_dir

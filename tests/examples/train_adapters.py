@@ -25,8 +25,8 @@ from torch import Tensor
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from purestep.engine.demo_model import smollm2_dir
 from tests.examples.prompts import HELD_OUT, TRAIN, messages
-from tests.examples.smollm2 import smollm2_dir
 
 ADAPTERS = Path(__file__).parent / "adapters"
 BASE_NAME = "HuggingFaceTB/SmolLM2-135M-Instruct"

