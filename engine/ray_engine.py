@@ -23,7 +23,8 @@ from purestep.state.engine import EngineState
 from purestep.state.errors import BatchLineError, PurestepError
 
 CELL = "cell"  # the column of windows and messages
-MESSAGE_LINES = 16  # that have ended, when they are told before their window has
+LEAST_TOLD = 16  # lines that have ended, when they are told before their window has
+MOST_MESSAGES = 8  # of a window, before its last: Ray Data keeps some KB of each while a run lasts
 
 
 class Ended(NamedTuple):
@@ -78,6 +79,11 @@ def window_size(left: int, *, most: int, engines: int, rows: int) -> int:
     A quarter of an engine's share, so that windows shrink towards the end and no engine is idle
     while another has lines to spare; but no fewer than `rows`, which fill an engine."""
     return min(most, max(rows, -(-left // (4 * engines))))
+
+
+def message_size(num_lines: int) -> int:
+    """How many lines of a window are told at a time."""
+    return max(LEAST_TOLD, -(-num_lines // MOST_MESSAGES))
 
 
 def read_windows(
@@ -140,18 +146,19 @@ class BatchActor:
         if self.refusal:
             yield Message(engine=self.name, refusal=self.refusal)
             return
+        size = message_size(len(window.lines) + len(window.ended))
         records, told = Records(list(window.ended)), 0
         with Progress(total=None, bar=False, metrics=None) as progress:
             lines = self._opened(window.lines, records, progress)
             steps = run_lines(self.program, self.job, lines, records, progress, self.state)
             self.state = None  # spent, should this fail
             for _ in self._kept(steps):
-                if len(records.ended) - told > MESSAGE_LINES:
-                    part = records.ended[told : told + MESSAGE_LINES]
-                    told += MESSAGE_LINES
+                if len(records.ended) - told > size:
+                    part = records.ended[told : told + size]
+                    told += size
                     yield self._message(part, progress)
-            while len(records.ended) - told > MESSAGE_LINES:
-                told += MESSAGE_LINES
+            while len(records.ended) - told > size:
+                told += size
                 yield self._message([], progress)
         yield self._message(records.ended, progress)
 

@@ -14,11 +14,12 @@ from purestep.engine import BatchJob, ray_processor
 from purestep.engine.batch_files import ResultFile, count_lines
 from purestep.engine.ray_batch import Workers, on_cluster
 from purestep.engine.ray_engine import (
-    MESSAGE_LINES,
+    LEAST_TOLD,
     BatchActor,
     Ended,
     Message,
     Window,
+    message_size,
     read_windows,
     window_size,
 )
@@ -133,8 +134,10 @@ def test_an_actor_tells_what_one_engine_writes(tmp_path: Path) -> None:
     (window,) = windows_of(job, engines=1, rows=60)
     actor = BatchActor(str(bytes_checkpoint()), OPTIONS, job, 1, lambda run, table: run(table))
     first, second = list(actor(window)), list(actor(window))
-    assert len(first) == len(second) == -(-60 // MESSAGE_LINES)
-    assert [len(m.ended) for m in first] == [MESSAGE_LINES] * (len(first) - 1) + [60]
+    assert message_size(60) == LEAST_TOLD
+    assert message_size(1000) == 125
+    assert len(first) == len(second) == -(-60 // LEAST_TOLD)
+    assert [len(m.ended) for m in first] == [LEAST_TOLD] * (len(first) - 1) + [60]
     for had in range(len(first)):
         assert union([*first[:had], *second[had:]]) == want
     assert sum(m.spent["output_tokens"] for m in first) == sum(
