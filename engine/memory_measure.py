@@ -48,7 +48,8 @@ def measure(path: str | os.PathLike, device: str, **options: Any) -> Measured:
     weights = weight_bytes(config.model, itemsize)
     if vision is not None:
         weights += tower_bytes(vision.family, vision.config, itemsize)
-    found: Measured = {"weights": (weights, loaded - before)}
+    beneath = 0 if program.room is None else program.room.nbytes  # rows of adapters
+    found: Measured = {"weights": (weights + beneath, loaded - before)}
     if vision is not None and torch.device(device).type != "cpu":
         settings = program.image_processor.call.to_dict() if program.image_processor else {}
         items = vision.family.heaviest(vision.config, settings, config.max_encoder_tokens)
@@ -57,7 +58,8 @@ def measure(path: str | os.PathLike, device: str, **options: Any) -> Measured:
         found["encoding"] = (computed, measured_bytes(vision, items, device, adapters))
     state = init(program)
     if torch.device(device).type != "cpu":
-        found["pool"] = (pool_bytes(config, config.num_blocks), _taken(device) - loaded)
+        computed = pool_bytes(config, config.num_blocks) - beneath
+        found["pool"] = (computed, _taken(device) - loaded)
     state = largest_batch(program, with_adapters(program, state))
     ready = _taken(device)
     _reset_peak(device)

@@ -5,7 +5,6 @@ entries of the step's adapters in chunks of 16, X tiles of I tokens of one adapt
 """
 
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,10 +17,6 @@ from purestep.ops.product import Product, fake_product, told
 
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
 SKINNY = 64  # most tokens for which the product is memory's alone
-# A product of at most so many tokens and at least so many outputs ends with a part of the chip
-# idle, where x A^T fits in: 5 of 10 us at 256 tokens of Llama 8B's gate and up on an H200. Beside
-# narrower products it takes as long as behind them.
-BESIDE_TOKENS, BESIDE_WIDTH = 512, 16384
 # Most rows of A for which one product with them and the weights above them may be the faster way.
 WIDE_ROWS = 512
 
@@ -123,46 +118,33 @@ def _product(
     from purestep.ops.kernels import products
 
     if wide_WD is not None and deltas is not None and bias_O is None:
-        (S, P, D), (T, O) = deltas.a_SPD.shape, (len(x_TD), len(w_OD))  # noqa: E741
+        (S, P, D), T = deltas.a_SPD.shape, len(x_TD)
         # A pool may be stepped with other weights than its rows lie beneath.
-        if beneath(T, D, O, S, P) and wide_WD.data_ptr() == w_OD.data_ptr():
+        if beneath(T, D, S, P) and wide_WD.data_ptr() == w_OD.data_ptr():
             none = x_TD.new_empty((0, T, kernels.h_shape(deltas)[1]), dtype=torch.float32)
             return F.linear(x_TD, wide_WD), none
     if is_skinny(x_TD):
         return products.skinny(x_TD, w_OD, bias_O, deltas, room=room and deltas is not None)
     if deltas is None:
         return F.linear(x_TD, w_OD, bias_O), None
-    if len(x_TD) > BESIDE_TOKENS or len(w_OD) < BESIDE_WIDTH:
-        return F.linear(x_TD, w_OD, bias_O), kernels.shrink(x_TD, deltas)
-    main, side = torch.cuda.current_stream(), _side_stream(x_TD.device)
-    side.wait_stream(main)
-    y_TO = F.linear(x_TD, w_OD, bias_O)
-    with torch.cuda.stream(side):
-        h = kernels.shrink(x_TD, deltas)
-    main.wait_stream(side)  # which reuses h's memory only behind what reads it: it waits for main
-    return y_TO, h
+    return F.linear(x_TD, w_OD, bias_O), kernels.shrink(x_TD, deltas)
 
 
-def beneath(T: int, D: int, O: int, S: int, P: int) -> bool:  # noqa: E741
+def beneath(T: int, D: int, S: int, P: int) -> bool:
     """Whether one product with weights and all rows of A is faster than one with each, by what was
     seen on an H200.
 
     What adapters add to a product of Llama 8B and its reader, in microseconds, so and apart: at 64
     tokens, 32 adapters of rank 16: qkv 9.2 and 10.7, out 5.0 and 7.1, gate_up 17.8 and 23.3, down
-    10.0 and 9.8. At 256 tokens, 8 adapters: 4.0 and 9.5, 3.8 and 9.4, 8.7 and 6.9, 3.5 and 18.0. At
-    2048: 44 and 40, 19 and 28, 91 and 59, 31 and 77; at 8192: 151 and 124, 73 and 87, 450 and 265,
-    68 and 129. At 32 tokens and less there is no difference.
+    10.0 and 9.8; at 256 tokens, 8 adapters: 4.0 and 9.5, 3.8 and 9.4, 8.7 and 6.9 (on a stream of
+    its own, which made whole steps 1% slower), 3.5 and 18; at 2048: 44 and 40, 19 and 28, 91 and
+    59, 31 and 77. At 32 tokens and less there is no difference. At 8,192 the narrow ones looked
+    faster so, and made whole prompts 2% slower.
     """
     if T <= SKINNY:
         return T > 32 and D <= 8192
-    if O >= BESIDE_WIDTH:
-        return False
-    return T * P <= 2**20 if S == 1 else T <= 1024 and T * P <= 2**18
-
-
-@cache
-def _side_stream(device: torch.device) -> torch.cuda.Stream:
-    return torch.cuda.Stream(device)
+    most = 2048 if S == 1 else 1024
+    return T <= most and T * P <= 2**18
 
 
 def _on_cpu(

@@ -257,7 +257,7 @@ def add_slices_(y_TO: Tensor, x_TD: Tensor, deltas: Deltas, out_sizes: Sequence[
 
 def expand_shape(T: int, wide: bool) -> tuple[int, int]:
     """(BLOCK_N, warps)."""
-    return (32, 4) if wide else (128, 8 if T > 64 else 4)
+    return (32, 4) if wide else (128, 8 if 64 < T <= 512 else 4)
 
 
 FORMATS = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
