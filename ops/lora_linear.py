@@ -143,8 +143,7 @@ def beneath(T: int, D: int, S: int, P: int) -> bool:
     """
     if T <= SKINNY:
         return T > 32 and D <= 8192
-    most = 2048 if S == 1 else 1024
-    return T <= most and T * P <= 2**18
+    return T * P <= 2**18 and (S == 1 or T <= 1024) and T <= 2048
 
 
 def _on_cpu(
