@@ -15,8 +15,9 @@ import gc
 import importlib.util
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -37,6 +38,8 @@ from purestep.state.text import TokenTable
 BLOCK_SIZE = 16
 NUM_ADAPTERS = 8
 VOCAB = 50_000
+TURN = 20  # steps
+Stepper = Callable[[int], list[float]]
 TABLE = TokenTable(f" w{i}".encode() for i in range(VOCAB))
 
 
@@ -80,31 +83,48 @@ def main(argv: list[str] | None = None) -> None:
     if args.smoke:
         cases = [replace(c, rows=c.rows // 32, context=c.context // 32) for c in CASES]
         steps = 8
-    peer = None if args.no_peer else find_peer()
-    figures = [
-        measure(case, steps, peer if case.peer else None, smoke=args.smoke)
-        for case in cases
-        if not args.only or args.only in case.figure
-    ]
+    cases = [case for case in cases if not args.only or args.only in case.figure]
+    figures = measure(cases, steps, None if args.no_peer else find_peer(), smoke=args.smoke)
     if not args.only or args.only in "submit_4000":
         figures.append(measure_submit(steps, smoke=args.smoke))
     report(figures, args.json)
 
 
-def find_peer() -> Callable[[Case, int], list[float]] | None:
+def find_peer() -> Callable[[Case, int], Stepper] | None:
     """vLLM's turn at a case; None, and a word, where it cannot be imported."""
     if importlib.util.find_spec("vllm") is None:
         print("vllm is not installed: the peer is skipped")
         return None
-    from bench.host_step_vllm import run_vllm
+    from bench.host_step_vllm import vllm_stepper
 
-    return run_vllm
+    return vllm_stepper
 
 
-def measure(case: Case, steps: int, peer: Callable | None, *, smoke: bool) -> Figure:
-    times = run_steps(case, steps)
-    theirs = peer(case, steps) if peer else []
-    notes = {"rows": case.rows, "context": case.context, "steps": steps, "smoke": smoke}
+def measure(
+    cases: Sequence[Case],
+    steps: int,
+    peer: Callable[[Case, int], Stepper] | None,
+    *,
+    smoke: bool,
+) -> list[Figure]:
+    """All cases, and the peer's, take turns of some steps: the machine's speed drifts."""
+    ours = [stepper(case, steps) for case in cases]
+    theirs = [peer(case, steps) if peer and case.peer else None for case in cases]
+    ours_ms, theirs_ms = [[] for _ in cases], [[] for _ in cases]
+    gc.collect()
+    gc.freeze()  # nobody's collections look at what others hold
+    for first in range(0, steps, TURN):
+        for n in range(len(cases)):
+            ours_ms[n] += ours[n](min(TURN, steps - first))
+            if (other := theirs[n]) is not None:
+                theirs_ms[n] += other(min(TURN, steps - first))
+    gc.unfreeze()
+    notes = {"steps": steps, "smoke": smoke}
+    return [figure(*each, notes) for each in zip(cases, ours_ms, theirs_ms, strict=True)]
+
+
+def figure(case: Case, times: list[float], theirs: list[float], notes: dict[str, Any]) -> Figure:
+    notes = {"rows": case.rows, "context": case.context, **notes}
     if theirs:
         notes["peer_mean_ms"] = statistics.mean(theirs)
     return Figure(
@@ -122,20 +142,27 @@ def p90(times: list[float]) -> float:
     return float(np.quantile(times, 0.9))
 
 
-def run_steps(case: Case, steps: int) -> list[float]:
-    """Milliseconds of the host in each of so many steps."""
+def stepper(case: Case, steps: int) -> Stepper:
+    """Goes on by some steps, of `steps` in all, and gives the host's milliseconds in each."""
     config, host = decoding(case, steps)
-    rng, times = np.random.default_rng(0), []
-    gc.collect()
-    for _ in range(steps):
-        result = made_up(rng, case.rows)
-        begin = time.perf_counter()
-        host, plan = schedule(config, host)
-        host, outputs = commit(config, host, plan, result)
-        times.append((time.perf_counter() - begin) * 1e3)
-        assert len(outputs.ids) == plan.descriptor.num_rows == case.rows
-    check_progress(case, host, steps)
-    return times
+    rng, left = np.random.default_rng(0), steps
+
+    def run(count: int) -> list[float]:
+        nonlocal host, left
+        times = []
+        for _ in range(count):
+            result = made_up(rng, case.rows)
+            begin = time.perf_counter()
+            host, plan = schedule(config, host)
+            host, outputs = commit(config, host, plan, result)
+            times.append((time.perf_counter() - begin) * 1e3)
+            assert len(outputs.ids) == plan.descriptor.num_rows == case.rows
+        left -= count
+        if not left:
+            check_progress(case, host, steps)
+        return times
+
+    return run
 
 
 def check_progress(case: Case, host: HostState, steps: int) -> None:

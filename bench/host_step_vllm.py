@@ -4,7 +4,6 @@
 and block size, and one made-up token for each row and step.
 """
 
-import gc
 import json
 import os
 import tempfile
@@ -30,7 +29,7 @@ from vllm.v1.outputs import ModelRunnerOutput
 from vllm.v1.request import Request
 from vllm.v1.structured_output import StructuredOutputManager
 
-from bench.host_step import BLOCK_SIZE, NUM_ADAPTERS, VOCAB, Case
+from bench.host_step import BLOCK_SIZE, NUM_ADAPTERS, VOCAB, Case, Stepper
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
@@ -45,8 +44,9 @@ MODEL = {
 }
 
 
-def run_vllm(case: Case, steps: int) -> list[float]:
-    """Milliseconds of `schedule` and `update_from_output` in each of so many decoding steps."""
+def vllm_stepper(case: Case, steps: int) -> Stepper:
+    """Goes on by some decoding steps, of `steps` in all, and gives the milliseconds of `schedule`
+    and `update_from_output` in each."""
     scheduler = make_scheduler(case, steps)
     init_none_hash(sha256)
     hasher = get_request_block_hasher(BLOCK_SIZE, sha256)
@@ -62,12 +62,9 @@ def run_vllm(case: Case, steps: int) -> list[float]:
                 block_hasher=hasher,
             )
         )
-    rng, times = np.random.default_rng(0), []
+    rng = np.random.default_rng(0)
     one_step(scheduler, rng, case.rows)  # the prompts
-    gc.collect()
-    for _ in range(steps):
-        times.append(one_step(scheduler, rng, case.rows))
-    return times
+    return lambda count: [one_step(scheduler, rng, case.rows) for _ in range(count)]
 
 
 def one_step(scheduler: Scheduler, rng: np.random.Generator, rows: int) -> float:
