@@ -5,10 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
+
 from purestep.engine.config import Config
 from purestep.engine.memory import itemsize_of, rows_that_fit
 from purestep.models.config import FusedLinear, ModelConfig
-from purestep.models.room import Room
+from purestep.models.room import Room, make_room
 from purestep.state.errors import ConfigError
 
 MAX_BATCHED_TOKENS = 1024  # by default
@@ -57,6 +59,17 @@ def adapter_rows(
     if adapter_bytes is not None:
         return rows_that_fit(model, adapter_bytes, itemsize_of(dtype), lora_vocab, tower)
     return LORA_ROWS if lora_rows is None else lora_rows
+
+
+def room_for(
+    model: ModelConfig, options: Mapping[str, Any], *, dtype: torch.dtype, device: str
+) -> Room | None:
+    """What `load_program` puts weights into, for these options of `make_program`; None where rows
+    are counted in bytes, which takes more than the model to say how many that is."""
+    if options.get("adapter_bytes") is not None:
+        return None
+    num_rows = options.get("lora_rows")
+    return make_room(model, LORA_ROWS if num_rows is None else num_rows, dtype=dtype, device=device)
 
 
 def check_room(room: Room | None, lora_rows: int) -> None:

@@ -19,7 +19,6 @@ from purestep.engine.memory_encoder import encoder_peak_bytes, most_embeds, most
 from purestep.engine.native import use_native
 from purestep.engine.options import (
     IMAGE_LIMIT,
-    LORA_ROWS,
     MAX_BATCHED_TOKENS,
     adapter_pairs,
     adapter_rows,
@@ -28,6 +27,7 @@ from purestep.engine.options import (
     check_room,
     check_steps_hold,
     default_row_buckets,
+    room_for,
     with_encoder,
 )
 from purestep.engine.pictures import PictureOptions, check_picture_options
@@ -46,7 +46,7 @@ from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, decoder_layer
 from purestep.models.families import model_config_from_hf
 from purestep.models.fused import FusedLayerFn, fused_layer
-from purestep.models.room import Room, make_room
+from purestep.models.room import Room
 from purestep.models.rope import rope_for_context
 from purestep.models.tensor_files import read_json
 from purestep.models.tower_linears import tower_linears
@@ -89,9 +89,8 @@ def load_program(path: str | os.PathLike, **options: Any) -> Program:
     dtype = resolve_dtype(options.pop("dtype", "auto"), device, _stored_dtype(folder))
     form = {"dtype": getattr(torch, dtype), "device": device}
     room = None
-    if torch.device(device).type == "cuda" and kernels.usable() and "adapter_bytes" not in options:
-        text = model_config_from_hf(read_json(folder / "config.json"))
-        room = make_room(text, options.get("lora_rows") or LORA_ROWS, **form)
+    if torch.device(device).type == "cuda" and kernels.usable():
+        room = room_for(model_config_from_hf(read_json(folder / "config.json")), options, **form)
     model, params, digest = load_checkpoint(folder, room=room, **form)
     found = load_vision(folder, **form) if options.get("image_limit") != 0 else None
     vision, tower = found or (None, None)

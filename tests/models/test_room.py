@@ -7,6 +7,7 @@ import torch
 
 from purestep.engine import init, load_adapter, make_program
 from purestep.engine.fork import fork
+from purestep.engine.options import LORA_ROWS, room_for
 from purestep.models.checkpoint import load_checkpoint
 from purestep.models.config import fused_linears
 from purestep.models.room import WEIGHTS, Room, make_room, moved_in
@@ -83,4 +84,8 @@ def test_its_rows_are_those_of_the_config() -> None:
         make_program(
             model, params, weights=digest, dtype="float32", device="cpu", lora_rows=32, room=room
         )
+    form = {"dtype": torch.float32, "device": "cpu"}
+    for options, rows in (({}, LORA_ROWS), ({"lora_rows": 16, "adapter_bytes": None}, 16)):
+        assert room_for(model, options, **form).num_rows == rows
+    assert room_for(model, {"adapter_bytes": 10**6}, **form) is None
     assert make_room(model, WIDE_ROWS + 8, dtype=torch.float32, device="cpu") is None
