@@ -18,7 +18,7 @@ from tests.engine.tiny import adapter_folder, checkpoint, request, run
 P = 64
 
 
-def room_for(family: str) -> tuple[Room, tuple]:
+def loaded_in_room(family: str) -> tuple[Room, tuple]:
     folder, _ = checkpoint(family)
     model, *_ = load_checkpoint(folder, dtype=torch.float32)
     room = make_room(model, P, dtype=torch.float32, device="cpu")
@@ -27,7 +27,7 @@ def room_for(family: str) -> tuple[Room, tuple]:
 
 @pytest.mark.parametrize("family", ["llama", "qwen2"])
 def test_weights_lie_in_it_and_are_the_same(family: str) -> None:
-    room, (model, params, digest) = room_for(family)
+    room, (model, params, digest) = loaded_in_room(family)
     model, plain, known = load_checkpoint(checkpoint(family)[0], dtype=torch.float32)
     assert digest == known
     by_hand = make_room(model, P, dtype=torch.float32, device="cpu")
@@ -47,7 +47,7 @@ def test_weights_lie_in_it_and_are_the_same(family: str) -> None:
 
 
 def test_one_pool_has_the_rows_and_the_next_one_after_it() -> None:
-    room, (model, params, digest) = room_for("llama")
+    room, (model, params, digest) = loaded_in_room("llama")
     options = {"num_blocks": 32, "max_rows": 4, "max_active_adapters": 2, "lora_rows": P}
     common = {"weights": digest, "dtype": "float32", "device": "cpu", **options}
     program = make_program(model, params, room=room, **common)
@@ -79,7 +79,7 @@ def test_one_pool_has_the_rows_and_the_next_one_after_it() -> None:
 
 
 def test_its_rows_are_those_of_the_config() -> None:
-    room, (model, params, digest) = room_for("llama")
+    room, (model, params, digest) = loaded_in_room("llama")
     with pytest.raises(ConfigError, match="room: it has 64 adapter rows, lora_rows=32"):
         make_program(
             model, params, weights=digest, dtype="float32", device="cpu", lora_rows=32, room=room
