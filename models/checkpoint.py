@@ -15,7 +15,7 @@ from torch import Tensor
 from purestep.models.config import FusedLinear, ModelConfig, fused_linears, has_bias
 from purestep.models.decoder import Layer, Params
 from purestep.models.families import model_config_from_hf, vision_config_from_hf
-from purestep.models.room import Room, put
+from purestep.models.room import Room
 from purestep.models.tensor_files import TOWER, read_json, read_tensors
 from purestep.models.vision import Vision
 from purestep.state.errors import CheckpointError
@@ -65,6 +65,7 @@ def load_checkpoint(
         lambda name: has_tower and TOWER.fullmatch(name) is not None,
         dtype=dtype,
         device=device,
+        places=_places(config, room),
     )
     if config.tie_embeddings and HEAD in tensors and not tensors[HEAD].equal(tensors[EMBED]):
         raise CheckpointError(
@@ -174,6 +175,19 @@ def _stored_linears(config: ModelConfig, linear: FusedLinear) -> dict[str, int]:
     return dict(zip(linear.children, linear.out_sizes, strict=True))
 
 
+def _places(config: ModelConfig, room: Room | None) -> dict[str, Tensor]:
+    """Where the weights that have a place in the room are read to, by their stored names: memory
+    need not hold them twice."""
+    places: dict[str, Tensor] = {}
+    for linear in fused_linears(config) if room is not None else ():
+        stored = _stored_linears(config, linear)
+        for i in range(config.num_layers):
+            if (home := room.home(linear.name, i)) is not None:
+                names = [f"layers.{i}.{linear.parent}.{child}.weight" for child in stored]
+                places |= zip(names, home.split(list(stored.values())), strict=True)
+    return places
+
+
 def _params(tensors: dict[str, Tensor], config: ModelConfig, room: Room | None) -> Params:
     """Consumes `tensors`, so that no child of a fused linear is held longer than needed."""
     if config.sandwich:  # Gemma stores what its norms' weights have beyond one
@@ -192,9 +206,10 @@ def _layer(tensors: dict[str, Tensor], config: ModelConfig, room: Room | None, i
         stored = _stored_linears(config, linear)
         names = [f"layers.{i}.{linear.parent}.{child}" for child in stored]
         children = [tensors.pop(f"{name}.weight") for name in names]
-        weights[linear.name] = put(room, linear.name, i, children)
+        home = None if room is None else room.home(linear.name, i)  # they were read there
+        weights[linear.name] = _stack(children) if home is None else home
         biases[linear.name] = (
-            torch.cat([tensors.pop(f"{name}.bias") for name in names])
+            _stack([tensors.pop(f"{name}.bias") for name in names])
             if has_bias(config, linear.name)
             else None
         )
@@ -219,3 +234,7 @@ def _layer(tensors: dict[str, Tensor], config: ModelConfig, room: Room | None, i
         down_bias_D=biases["down"],
         mlp_out_norm_D=mlp_out,
     )
+
+
+def _stack(children: list[Tensor]) -> Tensor:
+    return torch.cat(children) if len(children) > 1 else children[0]

@@ -6,7 +6,6 @@ where products of their own take 37; `ops/lora_linear.py: beneath` says when it 
 outputs and D inputs of a fused linear, S slices of it, P adapter rows, W = O + S P.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 from weakref import ReferenceType
@@ -36,6 +35,13 @@ class Room:
         """Whether no pool that is alive has the rows."""
         return self.owner is None or self.owner() is None
 
+    def home(self, linear: str, layer: int) -> Tensor | None:
+        """Where the weights of a linear lie, [O, D]; None where it has no place for them."""
+        if linear not in self.wide_LWD:
+            return None
+        S = self.a_LSPD[linear].shape[1]
+        return self.wide_LWD[linear][layer, : -S * self.num_rows]
+
     @property
     def nbytes(self) -> int:
         """Of the rows alone."""
@@ -60,26 +66,14 @@ def make_room(
     return Room(wide_LWD=wide, a_LSPD=rows, num_rows=num_rows)
 
 
-def put(room: Room | None, linear: str, layer: int, children: Sequence[Tensor]) -> Tensor:
-    """The weights of one linear, its children's below each other: in the room where it has a place
-    for them."""
-    if room is None or linear not in room.wide_LWD:
-        return torch.cat(list(children)) if len(children) > 1 else children[0]
-    sizes = [len(child) for child in children]
-    w_OD = room.wide_LWD[linear][layer, : sum(sizes)]
-    for part, child in zip(w_OD.split(sizes), children, strict=True):
-        part.copy_(child)
-    return w_OD
-
-
 def moved_in(params: Params, room: Room | None) -> Params:
     """The same parameters with the weights that have a place in the room copied there."""
     if room is None:
         return params
 
     def moved(i: int, layer: Layer) -> Layer:
-        names = [(name, WEIGHTS[name]) for name in room.wide_LWD]
-        return replace(layer, **{w: put(room, name, i, [getattr(layer, w)]) for name, w in names})
+        homes = {WEIGHTS[name]: room.home(name, i) for name in room.wide_LWD}
+        return replace(layer, **{w: home.copy_(getattr(layer, w)) for w, home in homes.items()})
 
     layers = tuple(moved(i, layer) for i, layer in enumerate(params.layers))
     return replace(params, layers=layers)

@@ -45,20 +45,26 @@ def read_tensors(
     *,
     dtype: torch.dtype,
     device: torch.device | str,
+    places: Mapping[str, Tensor] | None = None,
 ) -> tuple[dict[str, Tensor], str]:
     """(the tensors by plain name, in `dtype` on `device`; the digest of what is stored).
 
-    Names for which `unread` is true may be there and are left alone. Raises CheckpointError, before
+    Those with a name in `places` are written there. Names for which `unread` is true may be there
+    and are left alone. Raises CheckpointError, before
     anything is read, for names that are missing or unexpected, and for other shapes than wanted.
     """
     digest = blake3(b"purestep weights v1\n", max_threads=blake3.AUTO)
     tensors: dict[str, Tensor] = {}
+    places = places or {}
     for name, tensor in _stored_tensors(path, wanted, optional, unread):
         header = f"{name} {tensor.dtype} {tuple(tensor.shape)} {tensor.nbytes}".encode()
         digest.update(len(header).to_bytes(8, "little") + header)
         digest.update(tensor.flatten().view(torch.uint8).numpy())
         # A copy: safetensors maps the file, and the file may be replaced while we run.
-        tensors[name] = tensor.to(device=device, dtype=dtype, copy=True)
+        if name in places:
+            tensors[name] = places[name].copy_(tensor)
+        else:
+            tensors[name] = tensor.to(device=device, dtype=dtype, copy=True)
     return tensors, digest.hexdigest()
 
 

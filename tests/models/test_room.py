@@ -8,9 +8,11 @@ import torch
 from purestep.engine import init, load_adapter, make_program
 from purestep.engine.fork import fork
 from purestep.engine.options import LORA_ROWS, room_for
+from purestep.models import checkpoint as checkpoint_files
 from purestep.models.checkpoint import load_checkpoint
 from purestep.models.config import fused_linears
 from purestep.models.room import WEIGHTS, Room, make_room, moved_in
+from purestep.models.tensor_files import read_tensors
 from purestep.ops.lora_linear import WIDE_ROWS
 from purestep.state.errors import ConfigError
 from tests.engine.tiny import adapter_folder, checkpoint, request, run
@@ -25,7 +27,7 @@ def loaded_in_room(family: str) -> tuple[Room, tuple]:
     return room, load_checkpoint(folder, dtype=torch.float32, room=room)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen2"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "phi3"])
 def test_weights_lie_in_it_and_are_the_same(family: str) -> None:
     room, (model, params, digest) = loaded_in_room(family)
     model, plain, known = load_checkpoint(checkpoint(family)[0], dtype=torch.float32)
@@ -44,6 +46,23 @@ def test_weights_lie_in_it_and_are_the_same(family: str) -> None:
                 if wide is not None:
                     assert got.data_ptr() == wide[i].data_ptr()
                     assert len(wide[i]) == linear.out_features + P * len(linear.out_sizes)
+
+
+def test_weights_are_read_to_where_they_lie(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that memory need not hold a model twice."""
+    read: dict[str, torch.Tensor] = {}
+
+    def reading(*args, **kwargs):
+        tensors, digest = read_tensors(*args, **kwargs)
+        read.update(tensors)
+        return tensors, digest
+
+    monkeypatch.setattr(checkpoint_files, "read_tensors", reading)
+    room, _ = loaded_in_room("llama")
+    homes = {wide.untyped_storage().data_ptr() for wide in room.wide_LWD.values()}
+    matrices = [name for name in read if name.startswith("layers.") and "_proj" in name]
+    assert len(matrices) == 14
+    assert all(read[name].untyped_storage().data_ptr() in homes for name in matrices)
 
 
 def test_one_pool_has_the_rows_and_the_next_one_after_it() -> None:
