@@ -73,7 +73,8 @@ def moved_in(params: Params, room: Room | None) -> Params:
 
     def moved(i: int, layer: Layer) -> Layer:
         homes = {WEIGHTS[name]: room.home(name, i) for name in room.wide_LWD}
-        return replace(layer, **{w: home.copy_(getattr(layer, w)) for w, home in homes.items()})
+        here = {w: home.copy_(getattr(layer, w).detach()) for w, home in homes.items()}
+        return replace(layer, **here)
 
     layers = tuple(moved(i, layer) for i, layer in enumerate(params.layers))
     return replace(params, layers=layers)

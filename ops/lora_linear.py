@@ -64,7 +64,7 @@ def lora_linear(
     """x W^T + bias + each token's delta, for one slice: [T, O], or fp32 addends [n, T, O] of it, or
     what begins with it, [T, W].
 
-    Which of the two is a function of T, the widths and the format; whoever reads it sums addends in
+    Which of these is a function of T, the widths and the format; whoever reads it sums addends in
     order and rounds once. Token t gets the sum over its adapter's rows r of (x . a[s, r]) * b[r]; a
     token without an adapter gets exactly none. Rows of A and B that are not its adapter's are not
     read for it, and its bits depend on its own row and its own adapter alone: chunks are summed in
