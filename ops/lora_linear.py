@@ -136,10 +136,11 @@ def beneath(T: int, D: int, S: int, P: int) -> bool:
 
     What adapters add to a product of Llama 8B and its reader, in microseconds, so and apart: at 64
     tokens, 32 adapters of rank 16: qkv 9.2 and 10.7, out 5.0 and 7.1, gate_up 17.8 and 23.3, down
-    10.0 and 9.8; at 256 tokens, 8 adapters: 4.0 and 9.5, 3.8 and 9.4, 8.7 and 6.9 (on a stream of
-    its own, which made whole steps 1% slower), 3.5 and 18; at 2048: 44 and 40, 19 and 28, 91 and
-    59, 31 and 77. At 32 tokens and less there is no difference. At 8,192 the narrow ones looked
-    faster so, and made whole prompts 2% slower.
+    10.0 and 9.8; at 256 tokens, 8 adapters: 4.0 and 9.5, 3.8 and 9.4, 8.7 and 6.9, 3.5 and 18; at
+    2048: 44 and 40, 19 and 28, 91 and 59, 31 and 77. At 32 tokens and less there is no difference.
+    The 6.9 were on a stream of its own, with which whole steps took 5.4% over the base's and not
+    4.4. At 8,192 the narrow ones were faster so alone, and prompts 2% slower. Whole steps were
+    compared across cards, which differ by 4% themselves.
     """
     if T <= SKINNY:
         return T > 32 and D <= 8192

@@ -91,8 +91,8 @@ def _gated_mul(
 
 def gated_shape(T: int, wide: bool) -> tuple[int, int, int | None]:
     """(BLOCK_N, warps, registers of a thread), by what was fastest on an H200: with 8 adapters at
-    8, 64 and 256 rows 7.6, 7.4 and 8.0 us over the base's of Llama 8B's MLP, where the shapes of
-    the others take 8.1, 9.0 and 11.3."""
+    8, 64 and 256 rows 7.6, 7.4 and 8.0 us over the base's of Llama 8B's MLP, where another of the
+    three takes 8.1, 9.0 and 11.3."""
     if wide:
         return 32, 4, None
     if tile_size(T) > 16:
