@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.ops import kernels, native
-from purestep.ops.linear import linear_on_cpu
+from purestep.ops.linear import linear_on_cpu, linear_on_gpu
 from purestep.ops.product import Product, fake_product, told
 
 CHUNK = 16  # adapter rows that one step of a matrix unit takes
@@ -122,12 +122,12 @@ def _product(
         # A pool may be stepped with other weights than its rows lie beneath.
         if beneath(T, D, S, P) and wide_WD.data_ptr() == w_OD.data_ptr():
             none = x_TD.new_empty((0, T, kernels.h_shape(deltas)[1]), dtype=torch.float32)
-            return F.linear(x_TD, wide_WD), none
+            return linear_on_gpu(x_TD, wide_WD, None), none
     if is_skinny(x_TD):
         return products.skinny(x_TD, w_OD, bias_O, deltas, room=room and deltas is not None)
     if deltas is None:
-        return F.linear(x_TD, w_OD, bias_O), None
-    return F.linear(x_TD, w_OD, bias_O), kernels.shrink(x_TD, deltas)
+        return linear_on_gpu(x_TD, w_OD, bias_O), None
+    return linear_on_gpu(x_TD, w_OD, bias_O), kernels.shrink(x_TD, deltas)
 
 
 def beneath(T: int, D: int, S: int, P: int) -> bool:

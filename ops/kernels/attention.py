@@ -9,6 +9,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.ops.kernels.chain import chained, follow
+
 LOG2E = 1.4426950408889634
 NUM_PROGRAMS = 264  # two for each multiprocessor of an H200
 
@@ -120,7 +122,9 @@ def _attend(
     ROWS: tl.constexpr,
     ENDS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     head, split = tl.program_id(1), tl.program_id(2)
     m = tl.arange(0, BLOCK_M)
     h = tl.arange(0, BLOCK_H)
@@ -214,8 +218,10 @@ def _combine(
     H: tl.constexpr,
     BLOCK_H: tl.constexpr,
     Z: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Join the splits of one query head, always in the same order."""
+    follow(CHAINED)
     n = tl.program_id(0).to(tl.int64)
     z, h = tl.arange(0, Z), tl.arange(0, BLOCK_H)
     top = tl.load(stat_ptr + (n * Z + z) * 2)
@@ -310,7 +316,10 @@ def launch(
             PRECISION="ieee" if wide else "tf32",
             num_warps=warps,
             num_stages=stages,
+            **chained(q_TNH, T),
         )
     if Z > 1:
-        _combine[(T * N,)](part, stat, o_TNH, H=H, BLOCK_H=BLOCK_H, Z=Z, num_warps=1)
+        _combine[(T * N,)](
+            part, stat, o_TNH, H=H, BLOCK_H=BLOCK_H, Z=Z, num_warps=1, **chained(q_TNH, T)
+        )
     return o_TNH

@@ -13,17 +13,18 @@ import triton.language as tl
 from torch import Tensor
 
 from purestep.ops import lora_linear
+from purestep.ops.kernels.chain import chained, follow
 from purestep.ops.lora_linear import Deltas, Shrunk
 
 CHUNK: tl.constexpr = tl.constexpr(lora_linear.CHUNK)
 
 
 @triton.jit
-def tile_of(token_ptr, span_ptr, tile, BLOCK_T: tl.constexpr):
-    """Its tokens, which of them there are, first and last + 1 of its chunks."""
-    t = tl.load(token_ptr + tile * BLOCK_T + tl.arange(0, BLOCK_T))
-    low = tl.load(span_ptr + 2 + tile * 2)
-    return t.to(tl.int64), t >= 0, low, tl.load(span_ptr + 3 + tile * 2)
+def tile_of(token_ptr, span_ptr, piece, BLOCK_T: tl.constexpr, PIECES: tl.constexpr):
+    """Tokens of a piece of a tile, which of them there are, first and last + 1 of its chunks."""
+    t = tl.load(token_ptr + piece * BLOCK_T + tl.arange(0, BLOCK_T))
+    span = span_ptr + 2 + piece // PIECES * 2
+    return t.to(tl.int64), t >= 0, tl.load(span), tl.load(span + 1)
 
 
 @triton.jit
@@ -71,7 +72,9 @@ def _shrink(
     BLOCK_D: tl.constexpr,
     EVEN: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     tile, split = tl.program_id(0), tl.program_id(2)
     span = span_ptr + 2 + tile * 2
     low = tl.load(span)
@@ -122,9 +125,11 @@ def _expand(
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     first = tl.load(token_ptr + tl.program_id(1) * BLOCK_T)
-    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
+    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T, 1)
     if first < 0:  # an unused tile
         return
     if ADD:
@@ -187,6 +192,7 @@ def shrink(x_TD: Tensor, deltas: Deltas) -> Tensor:
         PRECISION="ieee" if wide else "tf32",
         num_warps=warps,
         num_stages=stages,
+        **chained(x_TD, T),
     )
     return h
 
@@ -239,6 +245,7 @@ def expand_(y: Tensor, shrunk: Shrunk, dtype: torch.dtype) -> None:
         PRECISION="ieee" if wide else "tf32",
         num_warps=warps,
         num_stages=1,  # loops are short, and the pipeliner of triton 3.6 fails on this one
+        **chained(y, y.shape[-2]),
     )
 
 

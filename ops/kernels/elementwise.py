@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.ops.kernels.chain import chained, follow
 from purestep.ops.kernels.deltas import FORMATS
 
 
@@ -38,7 +39,9 @@ def _add_norm(
     INNER: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     d = tl.arange(0, BLOCK)
     live = d < D
@@ -81,6 +84,7 @@ def add_rms_norm(
             BLOCK=triton.next_power_of_2(D),
             DTYPE=FORMATS[h_TD.dtype],
             num_warps=8 if D > 2048 else 4,
+            **chained(h_TD, T),
         )
     return sum_TD, x_TD
 
@@ -104,7 +108,9 @@ def _gated_mul(
     GELU: tl.constexpr,
     BLOCK: tl.constexpr,
     DTYPE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     f = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     gate = _gather(y_ptr, slab, t * 2 * F + f, f < F, PARTS, DTYPE)
@@ -127,6 +133,7 @@ def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool = False) -> Tensor:
             GELU=gelu,
             BLOCK=BLOCK,
             DTYPE=FORMATS[dtype],
+            **chained(y, T),
         )
     return o_TF
 
@@ -152,7 +159,9 @@ def _rope_write(
     PARTS: tl.constexpr,
     NORM: tl.constexpr,
     DTYPE: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     t = tl.program_id(0).to(tl.int64)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     h = tl.arange(0, BLOCK_H)
@@ -222,6 +231,7 @@ def rope_write_(
             PARTS=y.shape[0] if y.dim() == 3 else 0,
             NORM=norm_NH is not None,
             DTYPE=FORMATS[kv.dtype],
+            **chained(y, T),
         )
     return q_TNH
 

@@ -1,5 +1,5 @@
 """Rotation and KV write, and the gated activation, where the product before has deltas to come:
-they are added on the way, for a tile of tokens of one adapter at a time.
+they are added on the way, for a tile of tokens of one adapter, or a piece of it, at a time.
 
 Arguments are those of `elementwise` and `deltas`; tokens without an adapter get the same.
 """
@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.ops.kernels.chain import chained, follow
 from purestep.ops.kernels.deltas import (
     CHUNK,
     FORMATS,
@@ -21,6 +22,7 @@ from purestep.ops.kernels.deltas import (
 from purestep.ops.kernels.elementwise import activated
 from purestep.ops.lora_linear import Shrunk, tile_size
 
+ROPE_TOKENS = 16  # of a program, a piece of a tile
 # Of a thread, so that many programs run at once and their waits for memory overlap.
 ROPE_REGISTERS = 80
 
@@ -32,6 +34,16 @@ def _addend(ptr, slab, offset, mask, PARTS: tl.constexpr):
     for part in tl.static_range(1, PARTS):
         x += tl.load(ptr + part * slab + offset, mask=mask, other=0.0)
     return x
+
+
+@triton.jit
+def _b_of(b_ptr, row, f, F, EVEN: tl.constexpr):
+    """A chunk's rows of B for gate and up."""
+    mask = (row >= 0)[:, None]
+    if not EVEN:
+        mask &= (f < F)[None, :]
+    b_ptrs = b_ptr + row.to(tl.int64)[:, None] * (2 * F) + f[None, :]
+    return tl.load(b_ptrs, mask=mask, other=0.0), tl.load(b_ptrs + F, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -53,60 +65,93 @@ def _gated_mul(
     H_PARTS: tl.constexpr,
     GELU: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PIECES: tl.constexpr,
     BLOCK_N: tl.constexpr,
+    BLOCKS: tl.constexpr,
     EVEN: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    """BLOCKS blocks of outputs one after the other: what the next one reads is on its way while the
+    present one is computed, and its tokens' products with a first chunk of A stay."""
+    follow(CHAINED)
     first = tl.load(token_ptr + tl.program_id(1) * BLOCK_T)
-    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
-    if first < 0:  # an unused tile
+    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T, PIECES)
+    if first < 0:  # unused
         return
-    f = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    n = tl.arange(0, BLOCK_N)
+    start = tl.program_id(0) * BLOCKS * BLOCK_N
+    f = start + n
     live = here[:, None]
     if EVEN:
         f = tl.max_contiguous(tl.multiple_of(f, BLOCK_N), BLOCK_N)
     else:
         live &= (f < F)[None, :]
     at_y = t[:, None] * y_row + f[None, :]
-    gate = _addend(y_ptr, slab, at_y, live, PARTS).to(tl.float32)
-    up = _addend(y_ptr, slab, at_y + F, live, PARTS).to(tl.float32)
+    next_gate = _addend(y_ptr, slab, at_y, live, PARTS)
+    next_up = _addend(y_ptr, slab, at_y + F, live, PARTS)
     h_of_t = h_ptr + t * h_row
-    for at in range(low, high):
-        row = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
-        b_mask = (row >= 0)[:, None]
-        if not EVEN:
-            b_mask &= (f < F)[None, :]
-        b_ptrs = b_ptr + row.to(tl.int64)[:, None] * (2 * F) + f[None, :]
-        h = shrunk_of(h_of_t, here, at, row, h_slab, H_PARTS, DTYPE)
-        b = tl.load(b_ptrs, mask=b_mask, other=0.0)
-        gate = tl.dot(h, b, gate, input_precision=PRECISION)
-        h = shrunk_of(h_of_t + h_slice, here, at, row, h_slab, H_PARTS, DTYPE)
-        b = tl.load(b_ptrs + F, mask=b_mask, other=0.0)
-        up = tl.dot(h, b, up, input_precision=PRECISION)
-    gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
-    active = activated(gate, GELU, DTYPE)
-    tl.store(o_ptr + t[:, None] * F + f[None, :], (active * up).to(DTYPE), mask=live)
+    adapted = low < high
+    row = tl.load(row_ptr + tl.arange(0, CHUNK) + low * CHUNK, mask=adapted, other=-1)
+    h_gate = shrunk_of(h_of_t, here & adapted, low, row, h_slab, H_PARTS, DTYPE)
+    h_up = shrunk_of(h_of_t + h_slice, here & adapted, low, row, h_slab, H_PARTS, DTYPE)
+    next_b_gate, next_b_up = _b_of(b_ptr, row, f, F, EVEN)
+    for i in range(tl.minimum(BLOCKS, tl.cdiv(F - start, BLOCK_N))):
+        gate, up, b_gate, b_up = (
+            next_gate.to(tl.float32),
+            next_up.to(tl.float32),
+            next_b_gate,
+            next_b_up,
+        )
+        now, live_now = f, live
+        f = start + (i + 1) * BLOCK_N + n
+        more = (i + 1 < BLOCKS) & (start + (i + 1) * BLOCK_N < F)
+        live = (here & more)[:, None]
+        if EVEN:
+            f = tl.max_contiguous(tl.multiple_of(f, BLOCK_N), BLOCK_N)
+        else:
+            live &= (f < F)[None, :]
+        at_y = t[:, None] * y_row + f[None, :]
+        next_gate = _addend(y_ptr, slab, at_y, live, PARTS)
+        next_up = _addend(y_ptr, slab, at_y + F, live, PARTS)
+        next_b_gate, next_b_up = _b_of(b_ptr, tl.where(more, row, -1), f, F, EVEN)
+        if adapted:
+            gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
+            up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
+        for at in range(low + 1, high):
+            row_c = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
+            c_gate, c_up = _b_of(b_ptr, row_c, now, F, EVEN)
+            h = shrunk_of(h_of_t, here, at, row_c, h_slab, H_PARTS, DTYPE)
+            gate = tl.dot(h, c_gate, gate, input_precision=PRECISION)
+            h = shrunk_of(h_of_t + h_slice, here, at, row_c, h_slab, H_PARTS, DTYPE)
+            up = tl.dot(h, c_up, up, input_precision=PRECISION)
+        gate, up = gate.to(DTYPE).to(tl.float32), up.to(DTYPE).to(tl.float32)
+        out = (activated(gate, GELU, DTYPE) * up).to(DTYPE)
+        tl.store(o_ptr + t[:, None] * F + now[None, :], out, mask=live_now)
 
 
-def gated_shape(T: int, wide: bool) -> tuple[int, int, int | None]:
-    """(BLOCK_N, warps, registers of a thread), by what was fastest on an H200: with 8 adapters at
-    8, 64 and 256 rows 7.6, 7.4 and 8.0 us over the base's of Llama 8B's MLP, where another of the
-    three takes 8.1, 9.0 and 11.3."""
+def gated_shape(T: int, wide: bool) -> tuple[int, int, int, int, int | None]:
+    """(BLOCK_T, BLOCK_N, BLOCKS, warps, registers of a thread), by what was fastest on an H200: for
+    Llama 8B's MLP and 8 adapters at 256 rows 0.5 us over the base's, one block at a time 2; at
+    8,192 236 us (the base's 175), with whole tiles of 64 tokens 258, one block at a time 339."""
     if wide:
-        return 32, 4, None
+        return 16, 32, 1, 4, None
     if tile_size(T) > 16:
-        return 64, 4, None
-    return (128, 4, 64) if T <= 16 else (128, 2, 128) if T <= 64 else (256, 8, 64)
+        return 32, 64, 8, 4, None
+    if T > 64:
+        return 16, 64, 4, 4, None
+    return (16, 128, 1, 4, 64) if T <= 16 else (16, 128, 1, 2, 128)
 
 
 def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool, shrunk: Shrunk) -> Tensor:
     deltas = shrunk.deltas
     T, F, wide = y.shape[-2], deltas.b_PO.shape[1] // 2, dtype == torch.float32
     o_TF = torch.empty((T, F), dtype=dtype, device=y.device)
-    X, BLOCK_T = deltas.token_XI.shape
-    BLOCK_N, warps, registers = gated_shape(T, wide)
-    _gated_mul[(triton.cdiv(F, BLOCK_N), X)](
+    X, size = deltas.token_XI.shape
+    BLOCK_T, BLOCK_N, BLOCKS, warps, registers = gated_shape(T, wide)
+    PIECES = size // BLOCK_T
+    _gated_mul[(triton.cdiv(F, BLOCK_N * BLOCKS), X * PIECES)](
         y,
         o_TF,
         h_start(y, shrunk),
@@ -120,13 +165,16 @@ def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool, shrunk: Shrunk) -> Tens
         H_PARTS=len(shrunk.h),
         GELU=gelu,
         BLOCK_T=BLOCK_T,
+        PIECES=PIECES,
         BLOCK_N=BLOCK_N,
+        BLOCKS=BLOCKS,
         EVEN=F % BLOCK_N == 0,
         DTYPE=FORMATS[dtype],
         PRECISION="ieee" if wide else "tf32",
         num_warps=warps,
         num_stages=1,
         maxnreg=registers,
+        **chained(y, T),
     )
     return o_TF
 
@@ -169,12 +217,15 @@ def _rope_write(
     H_PARTS: tl.constexpr,
     NORM: tl.constexpr,
     BLOCK_T: tl.constexpr,
+    PIECES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     first = tl.load(token_ptr + tl.program_id(1) * BLOCK_T)
-    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T)
-    if first < 0:  # an unused tile
+    t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T, PIECES)
+    if first < 0:  # unused
         return
     n = tl.program_id(0)
     # A head in three: the two halves that turn each other, and what does not turn.
@@ -239,8 +290,10 @@ def _rope_write(
         tl.store(target[:, None] + C + r[None, :], rest.to(DTYPE), mask=written[:, None] & in_r)
 
 
-def rope_warps(BLOCK_T: int) -> int:
-    return 4 if BLOCK_T == 16 else 8
+def rope_warps(T: int) -> int:
+    """By what was fastest on an H200: at 8,192 tokens of Llama 8B 139 us with 2 (the base's 65),
+    142 with 4, with 8 and whole tiles of 64 tokens 162."""
+    return 4 if tile_size(T) == ROPE_TOKENS else 2
 
 
 def rope_write_(
@@ -257,8 +310,9 @@ def rope_write_(
     T, K, H, C = y.shape[-2], kv.shape[3], kv.shape[4], cos_TC.shape[1]
     N = deltas.b_PO.shape[1] // H - 2 * K
     q_TNH = torch.empty((T, N, H), dtype=kv.dtype, device=y.device)
-    X, BLOCK_T = deltas.token_XI.shape
-    _rope_write[(N + 2 * K, X)](
+    X, size = deltas.token_XI.shape
+    PIECES = size // ROPE_TOKENS
+    _rope_write[(N + 2 * K, X * PIECES)](
         y,
         q_TNH,
         kv,
@@ -283,11 +337,13 @@ def rope_write_(
         PARTS=y.shape[0] if y.dim() == 3 else 0,
         H_PARTS=len(shrunk.h),
         NORM=norm_NH is not None,
-        BLOCK_T=BLOCK_T,
+        BLOCK_T=ROPE_TOKENS,
+        PIECES=PIECES,
         DTYPE=FORMATS[kv.dtype],
         PRECISION="ieee" if kv.dtype == torch.float32 else "tf32",
-        num_warps=rope_warps(BLOCK_T),
+        num_warps=rope_warps(T),
         num_stages=1,
-        maxnreg=ROPE_REGISTERS if BLOCK_T == 16 else None,
+        maxnreg=ROPE_REGISTERS,
+        **chained(y, T),
     )
     return q_TNH

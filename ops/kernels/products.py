@@ -9,6 +9,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from purestep.ops.kernels.chain import chained, follow
 from purestep.ops.kernels.deltas import CHUNK, h_shape
 from purestep.ops.lora_linear import Deltas
 
@@ -72,7 +73,9 @@ def _skinny(
     LORA: tl.constexpr,
     BIAS: tl.constexpr,
     PRECISION: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
+    follow(CHAINED)
     tile, split = tl.program_id(0), tl.program_id(1)
     n, t = tl.arange(0, BLOCK_N), tl.arange(0, BLOCK_T)
     start, stop = split * part, tl.minimum(D, (split + 1) * part)
@@ -161,6 +164,7 @@ def skinny(
         PRECISION="ieee" if wide else "tf32",
         num_warps=warps,
         num_stages=stages,
+        **chained(x_TD, T),
     )
     return out, h
 

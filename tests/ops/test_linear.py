@@ -9,7 +9,16 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
-from purestep.ops.linear import BLOCK_WIDTHS, HAS_MKL, SKINNY, block_width, linear
+from purestep.ops.linear import (
+    BLOCK_WIDTHS,
+    HAS_MKL,
+    SKINNY,
+    block_width,
+    cut,
+    in_two,
+    linear,
+    linear_on_gpu,
+)
 from tests.ops.forms import both_forms  # noqa: F401
 
 WIDTHS = [1, 7, 32, 48, 64, 96, 128, 160, 192, 257, 288, 384]
@@ -66,3 +75,33 @@ def test_blocks_divide_the_widths_of_real_models() -> None:
         assert width % block == 0
     assert block_width(torch.empty(257, 0)) == 0
     assert block_width(torch.empty(96, 0, dtype=torch.bfloat16)) == 0
+
+
+@given(TOKENS, st.sampled_from(WIDTHS), st.data())
+def test_two_products_are_one(T: int, O: int, data: st.DataObject) -> None:  # noqa: E741
+    x_TD, w_OD, _ = inputs(T, 48, O)
+    y_TO = in_two(x_TD, w_OD, data.draw(st.integers(0, O)))
+    want = x_TD.double() @ w_OD.double().T
+    torch.testing.assert_close(y_TO.double(), want, rtol=1e-5, atol=1e-5)
+
+
+@given(st.integers(1, 9000), st.integers(1, 40_000), st.integers(1, 200))
+def test_a_cut_lies_inside_and_between_rounds(T: int, O: int, num: int) -> None:  # noqa: E741
+    first = cut(T, O, num)
+    assert 0 <= first < O
+    assert first % (128 * num) == 0
+    assert not first or T > SKINNY
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("T", [192, 193, 256, 257])
+def test_wide_products_on_a_gpu(T: int) -> None:
+    """Llama 8B's gate and up, with rows of A beneath and without."""
+    torch.manual_seed(0)
+    x_TD = torch.randn(T, 512, device="cuda").to(torch.bfloat16)
+    for width in (28672, 28672 + 256):
+        w_OD = torch.randn(width, 512, device="cuda").to(torch.bfloat16)
+        got, want = linear_on_gpu(x_TD, w_OD), x_TD.double() @ w_OD.double().T
+        assert (got.double() - want).norm() <= 5e-3 * want.norm()
+        assert got.is_contiguous()

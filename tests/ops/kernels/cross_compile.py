@@ -15,6 +15,7 @@ from purestep.ops.kernels import deltas, elementwise, folded, products
 
 HOPPER = GPUTarget("cuda", 90, 32)
 COMMON = {"DTYPE": tl.bfloat16, "PRECISION": "tf32", "BLOCK_T": 16, "BLOCK_N": 128, "EVEN": True}
+COMMON |= {"CHAINED": True, "BLOCKS": 2, "PIECES": 1}
 INTS = {"row_ptr": "*i32", "span_ptr": "*i32", "token_ptr": "*i32", "index_ptr": "*i64"}
 HEAD = {"N": 8, "K": 2, "H": 96, "C": 64, "BLOCK_C": 32, "BLOCK_R": 32, "NORM": True}
 

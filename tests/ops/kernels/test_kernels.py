@@ -218,8 +218,8 @@ def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
     [
         (5, 80, 24, 40, "silu"),
         (50, 64, 256, 32, "gelu_pytorch_tanh"),
-        (70, 64, 96, 40, "silu"),
-        (600, 32, 32, 32, "gelu_pytorch_tanh"),
+        (70, 64, 352, 40, "silu"),
+        (600, 32, 64, 32, "gelu_pytorch_tanh"),
     ],
 )
 def test_activation_with_deltas(T, width, F, P, activation, dtype, tolerance) -> None:
@@ -238,6 +238,11 @@ def test_activation_with_deltas(T, width, F, P, activation, dtype, tolerance) ->
     whole, none = beneath(x, w, lora)
     assert close(folded.gated_mul(whole, dtype, gelu, Shrunk(none, lora)), want, tolerance)
     assert torch.equal(got.cpu()[bare], elementwise.gated_mul(y, dtype, gelu).cpu()[bare])
+
+
+def test_activation_of_many_blocks_with_deltas() -> None:
+    """More than a program takes, in large tiles; its last program has fewer."""
+    test_activation_with_deltas(530, 32, 640, 40, "silu", HALF, 1e-2)
 
 
 def in_three(h: torch.Tensor) -> torch.Tensor:
@@ -262,15 +267,20 @@ def shrunk_parts(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("T", "N", "K", "H", "share", "norm"),
-    [(5, 4, 2, 16, 1.0, True), (50, 6, 2, 24, 0.5, False), (70, 2, 1, 64, 1.0, True)],
+    [
+        (5, 4, 2, 16, 1.0, True),
+        (50, 6, 2, 24, 0.5, False),
+        (70, 2, 1, 64, 1.0, True),
+        (515, 1, 1, 16, 0.5, True),
+    ],
 )
 def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> None:
     torch.manual_seed(0)
     sizes, width = (N * H, K * H, K * H), 80
     x, w = random(T, width, dtype=dtype), random(sum(sizes), width, dtype=dtype) / width**0.5
     lora = deltas(T, width, sizes, 40, dtype)
-    kv = torch.full((2, 20, 4, K, H), torch.nan, dtype=dtype, device=DEVICE)
-    index = torch.randperm(80)[:T].to(DEVICE)
+    kv = torch.full((2, T // 4 + 3, 4, K, H), torch.nan, dtype=dtype, device=DEVICE)
+    index = torch.randperm(kv.shape[1] * 4)[:T].to(DEVICE)
     index[1] = -1
     cos, sin = rope_table(RopeConfig(share=share), H, torch.randint(99, (T,)).to(DEVICE), dtype)
     weights = random(N + K, H, dtype=dtype) if norm else None
