@@ -111,6 +111,7 @@ def program_of(compiled: bool, tiny: bool) -> Program:
         max_active_adapters=ROWS,
         lora_rows=ROWS * RANK,
         prefix_caching=False,
+        token_buckets=(),
         compile=compiled,
     )
 

@@ -11,6 +11,8 @@ copy on the same device reaches. `--drivers` takes `step_ahead` (ahead) or `step
 figures end in /plain. `--trace DIR` writes a profile of some steps, a picture of it, and how long
 the GPU idles between and within them. `--peers` gives a share of W1 to transformers and PEFT, too.
 `start` is what a program takes from weights on the device to its last captured graph and prompt.
+`mixed` is a request of (64 in, 32 out) every second step, so that 16 rows decode: the time of a
+step that computes a prompt beside them, with graphs of such steps and without (/eager).
 """
 
 import argparse
@@ -56,6 +58,7 @@ class Workload:
     new: int
     cases: tuple[str, ...]
     rank: int = 16
+    every: int = 0  # steps from one arrival to the next; 0 = all come at once
 
 
 WORKLOADS = {
@@ -65,6 +68,7 @@ WORKLOADS = {
     "W4": Workload(requests=1, prompt=128, new=256, cases=("base", "adapters1")),
     "rows64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8", "adapters32")),
     "rank64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8"), rank=64),
+    "mixed": Workload(requests=32, prompt=64, new=32, cases=("base", "adapters8"), every=2),
 }
 SHARE = Workload(requests=64, prompt=512, new=16, cases=("base", "adapters8"))  # of W1, for peers
 DRIVERS = {"ahead": step_ahead, "plain": step}
@@ -106,7 +110,8 @@ def measure(args: argparse.Namespace) -> list[Figure]:
             work = replace(work, cases=tuple(case for case in work.cases if case in args.cases))
         if args.smoke:
             work = replace(work, requests=min(4, work.requests), prompt=6, new=min(3, work.new))
-        figures += run_workload(args, name, work, model, params, device, notes)
+        run = run_mixed if work.every else run_workload
+        figures += run(args, name, work, model, params, device, notes)
         save(figures, args.json)  # of a run that may be cut off
         if device == "cuda":
             torch.cuda.empty_cache()
@@ -140,35 +145,10 @@ def run_workload(
     device: str,
     notes: dict[str, Any],
 ) -> list[Figure]:
-    counts = {case: int(case[8:] or 0) if case != "base" else 0 for case in work.cases}
-    most = max(counts.values())
-    context = work.prompt + work.new
-    lora_rows = max(1, most) * work.rank
-    params, room = with_room(model, params, lora_rows, device)
-    program = make_program(
-        model,
-        params,
-        room=room,
-        weights="random",
-        dtype="bfloat16" if device == "cuda" else "float32",
-        device=device,
-        block_size=16,
-        num_blocks=work.requests * (-(-context // 16) + 1),
-        max_context=context,
-        max_rows=work.requests,
-        max_batched_tokens=max(work.requests, 8 if args.smoke else 8192),
-        max_active_adapters=max(1, most),
-        max_registered_adapters=max(1, most),
-        lora_rows=lora_rows,
-        prefix_caching=False,
-    )
+    counts = counts_of(work)
+    program = program_of(args, work, model, params, device)
     start = time.perf_counter()
-    state = init(program)
-    for n in range(most):
-        event = AdapterLoaded(
-            name=f"a{n}", source=None, adapter=random_adapter(model, work.rank, n, program)
-        )
-        state = deliver(state, event)
+    state = begun(program, work)
     made = time.perf_counter()
     if work.new > 1:
         warm_up(program, state, adapters=sorted({*counts.values()}))
@@ -176,8 +156,8 @@ def run_workload(
     few = replace(work, requests=min(work.requests, steps_full))
     for count in {*counts.values()}:  # kernels of prompts
         state, _, _ = serve(program, state, few, count, min(2, work.new))
-    begun = time.perf_counter() - start
-    print(f"{name}: pool and adapters {made - start:.1f} s, all that is captured {begun:.1f} s")
+    ready = time.perf_counter() - start
+    print(f"{name}: pool and adapters {made - start:.1f} s, all that is captured {ready:.1f} s")
     runs = {
         case + ("" if driver == "ahead" else f"/{driver}"): (count, driver)
         for case, count in counts.items()
@@ -196,7 +176,7 @@ def run_workload(
                 f"{name} {case}: {total:.3f} s, {median(decode_ms or [0]):.3f} ms a step",
                 flush=True,
             )
-    figures = [figure(name, "start", begun, "s", notes)]
+    figures = [figure(name, "start", ready, "s", notes)]
     for case in runs:
         noted = notes | {"rank": work.rank, "requests": work.requests}
         if work.new > 1:
@@ -213,6 +193,79 @@ def run_workload(
             figures.append(figure(name, f"{case}/idle", idle.between, "share", notes))
             figures.append(figure(name, f"{case}/gaps", idle.within, "share", notes))
     return figures
+
+
+def counts_of(work: Workload) -> dict[str, int]:
+    """Adapters of each case."""
+    return {case: int(case[8:] or 0) if case != "base" else 0 for case in work.cases}
+
+
+def program_of(
+    args: argparse.Namespace,
+    work: Workload,
+    model: ModelConfig,
+    params: Params,
+    device: str,
+    **options: Any,
+) -> Program:
+    """A program for such requests."""
+    most, context = max(counts_of(work).values()), work.prompt + work.new
+    lora_rows = max(1, most) * work.rank
+    params, room = with_room(model, params, lora_rows, device)
+    return make_program(
+        model,
+        params,
+        room=room,
+        weights="random",
+        dtype="bfloat16" if device == "cuda" else "float32",
+        device=device,
+        block_size=16,
+        num_blocks=work.requests * (-(-context // 16) + 1),
+        max_context=context,
+        max_rows=work.requests,
+        max_batched_tokens=max(work.requests, 8 if args.smoke else 8192),
+        max_active_adapters=max(1, most),
+        max_registered_adapters=max(1, most),
+        lora_rows=lora_rows,
+        prefix_caching=False,
+        **options,
+    )
+
+
+def begun(program: Program, work: Workload) -> EngineState:
+    """A state that knows the adapters."""
+    state = init(program)
+    for n in range(max(counts_of(work).values())):
+        adapter = random_adapter(program.config.model, work.rank, n, program)
+        state = deliver(state, AdapterLoaded(name=f"a{n}", source=None, adapter=adapter))
+    return state
+
+
+def run_mixed(
+    args: argparse.Namespace,
+    name: str,
+    work: Workload,
+    model: ModelConfig,
+    params: Params,
+    device: str,
+    notes: dict[str, Any],
+) -> list[Figure]:
+    counts, found = counts_of(work), {}
+    for ending, options in (("", {}), ("/eager", {"token_buckets": ()})):
+        program = program_of(args, work, model, params, device, **options)
+        state = begun(program, work)
+        for count in counts.values():  # kernels and graphs
+            state, _ = serve_steadily(program, state, work, count, args.drivers[0])
+        for _ in range(args.rounds):
+            for case, count in counts.items():
+                for driver in args.drivers:
+                    key = case + ("" if driver == "ahead" else f"/{driver}") + ending
+                    state, mixed_ms = serve_steadily(program, state, work, count, driver)
+                    found.setdefault(key, []).append(median(mixed_ms))
+                    print(f"{name} {key}: {median(mixed_ms):.3f} ms a mixed step", flush=True)
+        del program, state  # its adapter rows, which the next one takes
+    noted = notes | {"rank": work.rank, "requests": work.requests}
+    return [figure(name, key, median(times), "ms", noted) for key, times in found.items()]
 
 
 def figure(name: str, case: str, value: float, unit: str, notes: dict[str, Any]) -> Figure:
@@ -260,6 +313,24 @@ def serve(
             decode_ms.append((now - last) * 1e3)
         last = now
     return state, last - start, decode_ms
+
+
+def serve_steadily(
+    program: Program, state: EngineState, work: Workload, num_adapters: int, driver: str
+) -> tuple[EngineState, list[float]]:
+    """(state, milliseconds of every step that computed a prompt, once as many rows decode as then
+    go on doing so)"""
+    waiting = requests_of(program, work, num_adapters, work.new)[::-1]
+    mixed_ms, turn, last = [], 0, time.perf_counter()
+    while waiting or not state.host.idle:
+        if waiting and turn % work.every == 0:
+            state = submit(state, waiting.pop())
+        state, outputs = DRIVERS[driver](program, state)
+        now, turn = time.perf_counter(), turn + 1
+        if outputs.num_tokens > outputs.num_rows:
+            mixed_ms.append((now - last) * 1e3)
+        last = now
+    return state, mixed_ms[work.new // work.every :]
 
 
 def traced(

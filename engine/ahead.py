@@ -69,4 +69,5 @@ def follows(config: Config, plan: StepPlan, following: StepPlan) -> bool:
         not (following.uploads or following.copies or following.drops)
         and following.overwrites.empty
     )
-    return untouched and following.row_ids == plan.row_ids and can_replay(config, following)
+    decodes = following.descriptor.uniform_decode and following.row_ids == plan.row_ids
+    return untouched and decodes and can_replay(config, following)

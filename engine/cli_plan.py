@@ -69,6 +69,9 @@ def add_plan(commands: Any) -> None:
     batch.add_argument(
         "--graph-rows", type=int, default=0, metavar="N", help="of the largest decode graph"
     )
+    batch.add_argument(
+        "--graph-tokens", type=int, default=0, metavar="N", help="of the largest graph with prompts"
+    )
     device = plan.add_argument_group("measuring")
     device.add_argument(
         "--measure", action="store_true",
@@ -97,6 +100,7 @@ def plan_command(args: argparse.Namespace) -> int:
             max_batched_tokens=args.max_batched_tokens,
             max_encoder_tokens=args.max_encoder_tokens,
             graph_rows=args.graph_rows,
+            graph_tokens=args.graph_tokens,
             memory_bytes=args.memory,
             memory_share=args.memory_share,
         )

@@ -42,7 +42,9 @@ class Config:
     stop_ids: tuple[int, ...]  # the model's own end tokens
     tokens: TokenTable | None
     processors: tuple[str, ...] = ()  # names of the program's logits processors
-    token_buckets: tuple[int, ...] = ()  # padded sizes of a step; () = its own size
+    # Padded sizes of a step that does not only decode; () = its own size. Each a graph on a GPU, if
+    # there are row_buckets, too.
+    token_buckets: tuple[int, ...] = ()
     row_buckets: tuple[int, ...] = ()  # padded rows of a decode step, each a graph on a GPU
     adapter_block_quota: int = 0  # KV blocks one adapter may hold and leave cached; 0 = no limit
     lora_vocab: bool = False  # memory for adapters on embed_tokens and lm_head too
@@ -179,12 +181,18 @@ def row_limit(config: Config, record: RequestState) -> int:
 
 def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) -> BatchDescriptor:
     """The shape a step is padded to: the smallest bucket that holds its tokens, or its rows where
-    each has one token. More than the largest bucket are not padded."""
+    each has one token. More than the largest bucket are not padded.
+
+    Rows of a step that does not only decode are padded to as many as its bucket can meet, so that
+    it has one graph; where there are no graphs (no `row_buckets`) they are left as they are.
+    """
     uniform = num_tokens == num_rows
     if uniform and (rows := _bucket(config.row_buckets, num_rows)):
         num_tokens = num_rows = rows
-    else:
-        num_tokens = _bucket(config.token_buckets, num_tokens) or num_tokens
+    elif tokens := _bucket(config.token_buckets, num_tokens):
+        num_tokens = tokens
+        if config.row_buckets and not uniform:
+            num_rows = min(tokens, config.max_rows)
     return BatchDescriptor(
         num_tokens=num_tokens,
         num_rows=num_rows,
@@ -200,8 +208,18 @@ def _bucket(buckets: tuple[int, ...], size: int) -> int:
 
 
 def has_graph(config: Config, shape: BatchDescriptor) -> bool:
-    """Whether steps of this shape are replayed: a decode step that fits a bucket."""
-    return shape.uniform_decode and shape.num_rows in config.row_buckets
+    """Whether steps of this shape are replayed: they fit a bucket, of rows if they only decode,
+    else of tokens."""
+    if shape.uniform_decode:
+        return shape.num_rows in config.row_buckets
+    return bool(config.row_buckets) and shape.num_tokens in config.token_buckets
+
+
+def largest_graph(config: Config) -> tuple[int, int]:
+    """The most (tokens, rows) of any graph; zeros where there are none."""
+    rows = max(config.row_buckets, default=0)
+    tokens = max(config.token_buckets, default=0) if rows else 0
+    return max(tokens, rows), max(rows, min(tokens, config.max_rows))
 
 
 def _rounded(count: int, limit: int) -> int:

@@ -129,8 +129,8 @@ def _queued(
         return device.drawn, lambda: NOTHING
     with torch.inference_mode():
         if replayed:
-            raw_RV = replay(program, pool, plan, drawn_S)
-            return _sampled(program, device, plan, raw_RV, [], [], ())
+            raw_SV = replay(program, pool, plan, drawn_S)
+            return _sampled(program, device, plan, raw_SV if len(raw_SV) else None, [], [], ())
         seen: Seen = [[] for _ in plan.hidden]
         embeds, faults = _embeds(program, pool, plan, blobs, pool.encoded | outputs)
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)

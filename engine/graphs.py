@@ -1,8 +1,9 @@
-"""CUDA graphs of decode steps: one for each batch descriptor, captured when it is first met.
+"""CUDA graphs of steps: one for each batch descriptor, captured when it is first met.
 
-A graph reads one buffer, which a step fills by one copy, and writes logits into memory that all
-graphs share. It belongs to a pool: KV pages and adapter rows are baked in by address. R rows of a
-bucket, V vocabulary.
+A graph reads one buffer and block tables, which a step fills by one copy to the device, and writes
+logits. Block tables and logits lie in memory that all graphs share. It belongs to a pool: KV pages
+and adapter rows are baked in by address. R rows of a bucket, M blocks of the longest row that there
+may be, S sampled rows, V vocabulary, r and m the rows and blocks of a step.
 """
 
 from collections.abc import Collection, Iterable, Sequence
@@ -13,13 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from purestep.engine.config import Config, describe, has_graph
+from purestep.engine.config import Config, describe, has_graph, largest_graph
 from purestep.engine.pack import (
     Staging,
     bucket_arrays,
     bucket_fields,
     gather_,
     layout,
+    positions_differ,
     views,
 )
 from purestep.engine.pool import Pool, claim
@@ -34,9 +36,9 @@ from purestep.state.tables import same_tables
 
 @dataclass(slots=True, eq=False)
 class Graph:
-    """A captured decode step."""
+    """A captured step."""
 
-    inputs: Tensor  # bytes, all that a step tells it
+    inputs: Tensor  # bytes, all that a step tells it but block tables
     batch: Batch  # the same, as the tensors that the graph reads
     replay: Any
     program: Program  # whose weights it reads
@@ -46,7 +48,8 @@ class Graph:
 class Graphs:
     """The graphs of one pool, and the memory that they share."""
 
-    logits_RV: Tensor  # fp32, as many rows as the largest bucket
+    logits_RV: Tensor  # fp32, as many rows as the largest graph
+    block_table_RM: Tensor  # int32; a step writes what it reads
     memory: Any = None  # from the first capture on
     captured: dict[BatchDescriptor, Graph] = field(default_factory=dict)
     # What was enqueued before it was asked for (engine/ahead.py), with the tokens that it has
@@ -58,32 +61,36 @@ class Graphs:
 def graphs_of(pool: Pool) -> Graphs:
     """The pool's graphs, none at first."""
     if pool.graphs is None:
-        config = pool.config
-        shape = max(config.row_buckets, default=0), config.model.vocab_size
+        config, device = pool.config, pool.config.device
+        _, R = largest_graph(config)
+        V, M = config.model.vocab_size, -(-config.max_context // config.block_size)
         pool.graphs = Graphs(
-            logits_RV=torch.empty(shape, dtype=torch.float32, device=config.device)
+            logits_RV=torch.empty((R, V), dtype=torch.float32, device=device),
+            block_table_RM=torch.zeros((R, M), dtype=torch.int32, device=device),
         )
     return pool.graphs
 
 
 def can_replay(config: Config, plan: StepPlan) -> bool:
-    """Whether the plan's forward pass is a graph: a decode step that fits a bucket, of which
-    nothing but logits is wanted, and whose adapters leave embedding and head alone."""
-    plain = plan.sampled_R.all() and not (
-        plan.scored or plan.hidden or plan.embedded or plan.merges
-    )
+    """Whether the plan's forward pass is a graph: a step that fits a bucket, of which nothing but
+    logits is wanted, whose tokens stand in a line and see what is before them, and whose adapters
+    leave embedding and head alone. A decode step's graph has logits of its rows in their order, so
+    all must be sampled."""
+    plain = not (plan.scored or plan.hidden or plan.embedded or plan.merges)
+    plain = plain and plan.end_T is None and not positions_differ(plan)
     plain = plain and not any({"embed", "head"} & {*place.linears} for place in plan.residents)
-    return plain and has_graph(config, plan.descriptor)
+    plain = plain and (plan.sampled_R.all() or not plan.descriptor.uniform_decode)
+    return bool(plain) and has_graph(config, plan.descriptor)
 
 
 def replay(program: Program, pool: Pool, plan: StepPlan, drawn_S: Tensor | None = None) -> Tensor:
-    """fp32 logits of the plan's rows [rows, V], valid until the next replay. `drawn_S` are the
-    tokens of the step before, where the plan wants some of them."""
+    """fp32 logits of the rows that the plan samples [S, V], valid until the next replay. `drawn_S`
+    are the tokens of the step before, where the plan wants some of them."""
     graphs = graphs_of(pool)
     ahead, graphs.ahead = graphs.ahead, None
     if ahead is None or ahead[0] is not program or not same_pass(ahead[1], plan):
         enqueue(program, pool, plan, drawn_S=drawn_S)
-    return graphs.logits_RV[: len(plan.row_ids)]
+    return graphs.logits_RV[: int(plan.sampled_R.sum())]
 
 
 def enqueue(
@@ -95,15 +102,20 @@ def enqueue(
 ) -> None:
     """Replay the plan's graph, which it captures first if it must; does not wait.
 
-    `token_S`, on the device, takes the place of the plan's tokens; of `drawn_S` those do that the
-    plan names.
+    `token_S`, on the device, takes the place of a decode step's tokens; of `drawn_S` those do that
+    the plan names.
     """
     graphs = graphs_of(pool)
     graph = graphs.captured.get(plan.descriptor)
     if graph is None or graph.program is not program:
         graph = capture(program, pool, plan.descriptor)
         graphs.captured[plan.descriptor] = graph
-    graphs.staging.send(bucket_arrays(pool.config, plan), graph.inputs, pool.config.device)
+    arrays, size = bucket_arrays(pool.config, plan), len(graph.inputs)
+    told = graphs.staging.send(arrays, pool.config.device)
+    graph.inputs.copy_(told[:size])
+    (r, m), nbytes = arrays["block_table_RM"].shape, arrays["block_table_RM"].nbytes
+    table_rm = told[size : size + nbytes].view(torch.int32).view(r, m)
+    graph.batch.block_table_RM[:r, :m].copy_(table_rm)
     if token_S is not None:
         graph.batch.token_T[: len(token_S)].copy_(token_S)
     if drawn_S is not None:
@@ -128,15 +140,15 @@ def same_places(one: Sequence[Residence], other: Sequence[Residence]) -> bool:
 
 
 def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
-    """Record a decode step of this shape; nothing is written but padding's logits."""
+    """Record a step of this shape; nothing is written but padding's logits."""
     graphs = graphs_of(pool)
     graphs.ahead = None  # what was queued has its logits where padding's go
-    inputs, batch = padding(pool.config, shape)
+    inputs, batch = padding(pool.config, shape, graphs.block_table_RM)
     args = program.params, pool.layers, pool.kv, batch, pool.config.model
     logits_RV = graphs.logits_RV[: shape.num_rows]
 
     def run() -> None:
-        decode_logits(*args, logits_RV, program.fused_layer)
+        decode_logits(*args, logits_RV, program.fused_layer, uniform=shape.uniform_decode)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -151,11 +163,12 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     return Graph(inputs=inputs, batch=batch, replay=graph.replay, program=program)
 
 
-def padding(config: Config, shape: BatchDescriptor) -> tuple[Tensor, Batch]:
-    """A buffer for steps of this shape, and the batch over it, with no row in it."""
+def padding(config: Config, shape: BatchDescriptor, table_RM: Tensor) -> tuple[Tensor, Batch]:
+    """A buffer for steps of this shape, and the batch over it and the first rows of `table_RM`,
+    with no row in it."""
     spots, size = layout(bucket_fields(config, shape))
     inputs = torch.zeros(size, dtype=torch.uint8, device=config.device)
-    batch = views(inputs, spots)
+    batch = views(inputs, spots, block_table_RM=table_RM[: shape.num_rows])
     batch.kv_index_T.fill_(-1)
     if batch.lora is not None:
         batch.lora.token_XI.fill_(-1)
@@ -167,22 +180,28 @@ def warm_up(
     state: EngineState,
     rows: Iterable[int] | None = None,
     adapters: Collection[int] = (0,),
+    tokens: Iterable[int] | None = None,
 ) -> None:
-    """Capture the graphs of decode steps before they are met, and with `compile=True` compile what
-    all other steps run.
+    """Capture graphs of steps before they are met, and with `compile=True` compile what all other
+    steps run.
 
-    For each number of rows (all buckets, if none is given) and of active adapters. `state` is not
-    changed. On a CPU nothing is captured, and what plain torch runs (models/decoder.py) is compiled
-    when it is met. Raises DonatedStateError for a spent state.
+    For each number of rows of a decode step and each number of tokens of a step that does not only
+    decode (all buckets of either, if none is given; none for `()`), and for each number of active
+    adapters. `state` is not changed. On a CPU nothing is captured, and what plain torch runs
+    (models/decoder.py) is compiled when it is met. Raises DonatedStateError for a spent state.
     """
     pool, config = claim(state.device), state.config
+    sizes = [(n, n) for n in (config.row_buckets if rows is None else rows)]
+    computed = config.token_buckets if tokens is None else tokens
+    mixed = (min(n, config.max_batched_tokens) for n in computed)
+    sizes += [(n, 1) for n in mixed if n > 1]  # a step of one token decodes
+    shapes = [describe(config, *size, num_active) for size in sizes for num_active in adapters]
+    shapes.sort(key=lambda shape: -shape.num_tokens)  # the largest first, whose memory all share
     with torch.inference_mode():
-        for num_rows in config.row_buckets if rows is None else rows:
-            for num_active in adapters:
-                shape = describe(config, num_rows, num_rows, num_active)
-                graphs = graphs_of(pool) if has_graph(config, shape) else None
-                if graphs is not None and shape not in graphs.captured:
-                    graphs.captured[shape] = capture(program, pool, shape)
+        for shape in shapes:
+            graphs = graphs_of(pool) if has_graph(config, shape) else None
+            if graphs is not None and shape not in graphs.captured:
+                graphs.captured[shape] = capture(program, pool, shape)
         if config.compile and program.fused:
             for num_active in adapters:
                 _run_padding(program, pool, num_active)
@@ -190,8 +209,9 @@ def warm_up(
 
 def _run_padding(program: Program, pool: Pool, num_active: int) -> None:
     """A step that is not replayed, with no row in it: nothing is written."""
-    config = pool.config
-    _, batch = padding(config, describe(config, 2, 2, num_active))
+    config, shape = pool.config, describe(pool.config, 2, 2, num_active)
+    table_RM = torch.zeros((shape.num_rows, 1), dtype=torch.int32, device=config.device)
+    _, batch = padding(config, shape, table_RM)
     ends = [torch.zeros_like(batch.kv_index_T)] if config.bidirectional else []
     for end_T in (None, *ends):
         args = replace(batch, end_T=end_T), config.model, program.fused_layer

@@ -12,7 +12,7 @@ from dataclasses import replace
 
 import torch
 
-from purestep.engine.config import Config
+from purestep.engine.config import Config, largest_graph
 from purestep.engine.platform import available_bytes
 from purestep.engine.sampling import SCORE_CHUNK
 from purestep.models.config import (
@@ -183,10 +183,12 @@ def step_bytes(model: ModelConfig, num_tokens: int, num_rows: int, vocab: bool, 
     return activation_bytes(model, num_tokens, num_rows + SCORE_CHUNK, vocab, tp)
 
 
-def graph_bytes(model: ModelConfig, num_rows: int, vocab: bool, tp: int = 1) -> int:
-    """What the captured graphs of decode steps of up to `num_rows` rows share: the logits and the
+def graph_bytes(
+    model: ModelConfig, num_tokens: int, num_rows: int, vocab: bool, tp: int = 1
+) -> int:
+    """What the captured graphs of steps of up to so many tokens and rows share: the logits and the
     intermediates of the largest."""
-    return activation_bytes(model, num_rows, num_rows, vocab, tp) if num_rows else 0
+    return activation_bytes(model, max(num_tokens, num_rows), num_rows, vocab, tp)
 
 
 def choose_num_blocks(
@@ -238,7 +240,7 @@ def reserve_bytes(config: Config) -> int:
     """What a step and the graphs may take beside weights and pool."""
     model, vocab = config.model, config.lora_vocab
     step = step_bytes(model, config.max_batched_tokens, config.max_rows, vocab)
-    return step + graph_bytes(model, max(config.row_buckets, default=0), vocab)
+    return step + graph_bytes(model, *largest_graph(config), vocab)
 
 
 def memory_summary(config: Config) -> str:

@@ -49,6 +49,7 @@ class Wishes:
     max_encoder_tokens: int | None = None  # embeddings made in a step, and kept; None = as a
     # program has it
     graph_rows: int = 0  # the largest batch of which decode steps are graphs
+    graph_tokens: int = 0  # the most tokens of a step with prompts that is one
     memory_bytes: int | None = None  # of the card; None = nothing is said about what fits
     memory_share: float = 0.9  # of it that may be used
 
@@ -141,13 +142,19 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
         "image": {"encoder_output": image, "kv": w.image_tokens * token,
                   "as_kv_tokens": image / token},
         "step": step_bytes(model, w.max_batched_tokens, w.max_rows, w.lora_vocab, w.tp),
-        "graphs": graph_bytes(model, w.graph_rows, w.lora_vocab, w.tp),
+        "graphs": graph_bytes(model, *_graph(w), w.lora_vocab, w.tp),
     }  # fmt: skip
     if tower is not None:
         plan["encoder"] = _encoder(model, wishes, tower)
     if w.memory_bytes is not None:
         plan["fits"] = _fits(plan, w)
     return plan
+
+
+def _graph(wishes: Wishes) -> tuple[int, int]:
+    """The most (tokens, rows) of any graph."""
+    tokens, rows = wishes.graph_tokens, wishes.graph_rows
+    return max(tokens, rows), max(rows, min(tokens, wishes.max_rows))
 
 
 def _tower_slot(wishes: Wishes, tower: Tower | None) -> int:
@@ -231,7 +238,11 @@ def plan_table(plan: Mapping[str, Any], wishes: Wishes) -> str:
             plan["step"],
             f"{wishes.max_batched_tokens} tokens, {wishes.max_rows} rows",
         ),
-        ("CUDA graphs, estimate", plan["graphs"], f"up to {wishes.graph_rows} rows"),
+        (
+            "CUDA graphs, estimate",
+            plan["graphs"],
+            "up to {} tokens, {} rows".format(*_graph(wishes)),
+        ),
     ]
     if encoder := plan.get("encoder"):
         rows += [

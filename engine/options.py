@@ -110,6 +110,16 @@ def with_encoder(
 
 def default_row_buckets(max_rows: int) -> tuple[int, ...]:
     """1, 2, 4, then in steps of 8 up to 64, of 32 up to 512; nothing beyond is padded."""
-    sizes = (1, 2, 4, *range(8, 65, 8), *range(96, 513, 32))
-    largest = min(max_rows, 512)
-    return (*(b for b in sizes if b < largest), largest)
+    return _up_to((1, 2, 4, *range(8, 65, 8), *range(96, 513, 32)), max_rows)
+
+
+def default_token_buckets(max_batched_tokens: int) -> tuple[int, ...]:
+    """16, then in steps of 32 up to 256, of 64 up to 512. Larger steps keep a GPU busy for longer
+    than the host needs to queue them, so nothing beyond is padded."""
+    return _up_to((16, *range(32, 257, 32), *range(320, 513, 64)), max_batched_tokens)
+
+
+def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:
+    """Those below the limit, and that, or the last one where it lies beyond."""
+    largest = min(limit, sizes[-1])
+    return (*(size for size in sizes if size < largest), largest)

@@ -26,7 +26,7 @@ from purestep.state.tables import block_matrix
 
 def pack(config: Config, plan: StepPlan) -> Batch:
     """A plan's tensors, padded to its descriptor. Padding writes no KV and has no adapter."""
-    arrays = pack_arrays(config, plan, int(plan.tables.length_R.max()))
+    arrays = pack_arrays(config, plan)
     slot_T = slots(plan)
     return Batch(
         **sent(arrays, config.device),
@@ -37,14 +37,16 @@ def pack(config: Config, plan: StepPlan) -> Batch:
     )
 
 
-def pack_arrays(config: Config, plan: StepPlan, num_blocks: int) -> Arrays:
-    """The index fields of a Batch; block tables have `num_blocks` columns."""
+def pack_arrays(config: Config, plan: StepPlan, table_rows: int | None = None) -> Arrays:
+    """The index fields of a Batch; of block tables there are `table_rows`, by default with those of
+    padding."""
     B, shape = config.block_size, plan.descriptor
     count_R, T = plan.count_R, shape.num_tokens
     row_T = np.repeat(np.arange(len(count_R)), count_R)
     first_R = np.cumsum(count_R) - count_R
     position_T = plan.start_R[row_T] + np.arange(len(row_T)) - first_R[row_T]
-    table_RM = block_matrix(plan.tables, shape.num_rows, num_blocks)
+    num_tables = shape.num_rows if table_rows is None else table_rows
+    table_RM = block_matrix(plan.tables, num_tables, int(plan.tables.length_R.max()))
     kv_index_T = table_RM[row_T, position_T // B].astype(np.int64) * B + position_T % B
     query_start_R1 = np.full(shape.num_rows + 1, len(row_T), np.int32)
     query_start_R1[: len(count_R)] = first_R
@@ -82,10 +84,16 @@ def _positions(plan: StepPlan, place_T: np.ndarray, length: int) -> Arrays:
     if moved_3T is None:
         return {"position_T": _padded(place_T.astype(np.int64), length, 0)}
     found = {"position_T": _padded(moved_3T[0].astype(np.int64), length, 0)}
-    if (moved_3T != moved_3T[0]).any():
+    if positions_differ(plan):
         padding = ((0, 0), (0, length - len(place_T)))
         found["position_3T"] = np.pad(moved_3T.astype(np.int64), padding)
     return found
+
+
+def positions_differ(plan: StepPlan) -> bool:
+    """Whether a token's time, height and width are not the same."""
+    moved_3T = plan.position_3T
+    return moved_3T is not None and bool((moved_3T != moved_3T[0]).any())
 
 
 def slots(plan: StepPlan) -> np.ndarray:
@@ -182,8 +190,8 @@ class Staging:
     copied: list[Any] = field(default_factory=lambda: [None, None])  # events
     turn: int = 0
 
-    def send(self, arrays: Arrays, target: Tensor | None, device: str) -> Tensor:
-        """The arrays' bytes on the device, in `target` or in new memory; does not wait."""
+    def send(self, arrays: Arrays, device: str) -> Tensor:
+        """The arrays' bytes in new memory on the device; does not wait."""
         spots, size = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
         self.turn ^= 1
         if self.copied[self.turn] is not None:
@@ -193,8 +201,7 @@ class Staging:
             self.buffers[self.turn] = torch.empty(2 * size, dtype=torch.uint8, pin_memory=pin)
         pinned = self.buffers[self.turn][:size]
         fill_(pinned, arrays, spots)
-        if target is None:
-            target = torch.empty(size, dtype=torch.uint8, device=device)
+        target = torch.empty(size, dtype=torch.uint8, device=device)
         target.copy_(pinned, non_blocking=True)
         if target.is_cuda:
             self.copied[self.turn] = torch.cuda.Event()
@@ -202,9 +209,9 @@ class Staging:
         return target
 
 
-def views(buffer: Tensor, spots: Spots) -> Batch:
-    """A Batch over the bytes of a buffer."""
-    tensors = {}
+def views(buffer: Tensor, spots: Spots, **others: Tensor) -> Batch:
+    """A Batch over the bytes of a buffer, and over `others`."""
+    tensors = others
     for name, (start, shape, dtype) in spots.items():
         nbytes = int(np.prod(shape)) * dtype.itemsize
         kind = torch.int64 if dtype == np.int64 else torch.int32
@@ -216,33 +223,36 @@ def views(buffer: Tensor, spots: Spots) -> Batch:
 
 def pack_fused(config: Config, plan: StepPlan, staging: Staging) -> Batch:
     """`pack` for the fused decoder, in one copy."""
-    arrays = pack_arrays(config, plan, int(plan.tables.length_R.max()))
+    arrays = pack_arrays(config, plan)
     index_S = arrays["logits_index_S"]
     if plan.residents:
         arrays |= lora_tile_arrays(config, plan)
     spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
-    batch = views(staging.send(arrays, None, config.device), spots)
+    batch = views(staging.send(arrays, config.device), spots)
     return replace(batch, **_vocab_batches(config, plan, slots(plan), index_S))
 
 
 def bucket_fields(config: Config, shape: BatchDescriptor) -> Fields:
-    """Shapes and dtypes of what a graph of this shape reads, in the order of `bucket_arrays`."""
-    R = shape.num_rows
-    M = -(-config.max_context // config.block_size)
+    """Shapes and dtypes of what a graph of this shape reads beside block tables, in the order of
+    `bucket_arrays`."""
+    T, R = shape.num_tokens, shape.num_rows
     fields = {
-        "token_T": ((R,), np.int64),
-        "position_T": ((R,), np.int64),
-        "kv_index_T": ((R,), np.int64),
+        "token_T": ((T,), np.int64),
+        "position_T": ((T,), np.int64),
+        "kv_index_T": ((T,), np.int64),
         "query_start_R1": ((R + 1,), np.int32),
         "context_len_R": ((R,), np.int32),
-        "block_table_RM": ((R, M), np.int32),
         "logits_index_S": ((R,), np.int64),
     }
     return fields | (lora_tile_fields(config, shape) if shape.has_lora else {})
 
 
 def bucket_arrays(config: Config, plan: StepPlan) -> Arrays:
-    """What a graph reads: every row of the bucket has logits, padding too."""
-    arrays = pack_arrays(config, plan, -(-config.max_context // config.block_size))
-    arrays["logits_index_S"] = np.arange(plan.descriptor.num_rows)
-    return arrays | (lora_tile_arrays(config, plan) if plan.descriptor.has_lora else {})
+    """What a graph reads: `logits_index_S` has an entry for every row of the bucket, those of rows
+    that sample first. Last come block tables, of the rows and columns in use alone: all of 256
+    rows' at a context of 131,072 would be 8 MB to write and to send."""
+    arrays = pack_arrays(config, plan, len(plan.row_ids))
+    table_rm = arrays.pop("block_table_RM")
+    arrays["logits_index_S"] = _padded(arrays["logits_index_S"], plan.descriptor.num_rows, 0)
+    arrays |= lora_tile_arrays(config, plan) if plan.descriptor.has_lora else {}
+    return arrays | {"block_table_RM": table_rm}

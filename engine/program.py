@@ -27,6 +27,7 @@ from purestep.engine.options import (
     check_room,
     check_steps_hold,
     default_row_buckets,
+    default_token_buckets,
     room_for,
     with_encoder,
 )
@@ -155,7 +156,7 @@ def make_program(
     seed: int = 0,
     processors: Mapping[str, Processor] | None = None,
     defaults: SamplingParams = SamplingParams(),
-    token_buckets: tuple[int, ...] = (),
+    token_buckets: tuple[int, ...] | None = None,
     row_buckets: tuple[int, ...] | None = None,
     lora_vocab: bool | None = None,
     lora_tower: bool | None = None,
@@ -183,7 +184,9 @@ def make_program(
     *processor_args) -> fp32 logits [V]; requests name them, and one that raises ends its request
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
-    On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`.
+    On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
+    other steps, which compute parts of prompts, to `token_buckets`, by default up to 512 tokens.
+    Larger ones run eagerly, and with `row_buckets=()` all do.
     `compile` gives the decoder's layer to torch.compile (models/compiled.py). Where the layer is
     one of our own kernels, its bits stay the same, and as these leave nothing to fuse, nothing is
     gained; elsewhere it takes the place of plain torch.
@@ -242,6 +245,8 @@ def make_program(
         longest = most_positions(vision.family, vision.config, settings, words)
     if max_batched_tokens is None:
         max_batched_tokens = max(MAX_BATCHED_TOKENS, longest)
+    if token_buckets is None:
+        token_buckets = default_token_buckets(max_batched_tokens) if graphs and row_buckets else ()
     if bidirectional:
         check_steps_hold(longest, max_batched_tokens, long_prefill_threshold)
     config = Config(

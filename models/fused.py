@@ -169,9 +169,13 @@ def decode_logits(
     kv: Sequence[Tensor],
     batch: Batch,
     config: ModelConfig,
-    out_TV: Tensor | None = None,
+    out_SV: Tensor | None = None,
     layer_fn: FusedLayerFn | None = None,
+    *,
+    uniform: bool,
 ) -> Tensor:
-    """fp32 logits [T, V] of a uniform decode step: what a graph holds."""
-    hidden_TD = fused_forward(params, adapters, kv, batch, config, layer_fn=layer_fn, uniform=True)
-    return head_linear(hidden_TD, params.head_VD, out_TV)
+    """fp32 logits [S, V] of the rows in `logits_index_S`, or, of a uniform batch, of all its token
+    rows: what a graph holds."""
+    x_TD = fused_forward(params, adapters, kv, batch, config, layer_fn=layer_fn, uniform=uniform)
+    x_SD = x_TD if uniform else x_TD.index_select(0, batch.logits_index_S)
+    return head_linear(x_SD, params.head_VD, out_SV)

@@ -73,6 +73,15 @@ def test_gpu_engine_smoke(tmp_path: Path) -> None:
     assert {f"gpu_engine/W2/{name}" for name in names} <= {line["figure"] for line in lines}
 
 
+def test_gpu_engine_mixed_smoke(tmp_path: Path) -> None:
+    file = tmp_path / "figures.json"
+    gpu_engine.main(["--smoke", "--json", str(file), "--rounds", "1", "--only", "mixed"])
+    lines = {line["figure"]: line for line in map(json.loads, file.read_text().splitlines())}
+    cases = ("base", "adapters8", "base/eager", "adapters8/eager")
+    assert {f"gpu_engine/mixed/{case}" for case in cases} <= set(lines)
+    assert all(line["value"] > 0 for line in lines.values())
+
+
 def test_idle_between_steps_is_told_from_idle_within() -> None:
     """Kernels of two steps: 2 us idle in the first, then 3 and 4 around a copy, 1 in the second."""
     spans = [("_add_norm", 0, 10), ("gemm", 12, 20), ("_join", 20, 21), ("Memcpy", 24, 25)]

@@ -42,7 +42,7 @@ def wishes(count: int) -> list:
     ]
 
 
-def test_same_tokens_with_arrivals_and_ends(eager_graphs: list[int]) -> None:
+def test_same_tokens_with_arrivals_and_ends(eager_graphs: list) -> None:
     """More requests than rows, all lengths different."""
     plain, ahead = pair(max_rows=4)
     _, want = run(plain, with_adapters(plain), wishes(11))
@@ -53,7 +53,7 @@ def test_same_tokens_with_arrivals_and_ends(eager_graphs: list[int]) -> None:
         np.testing.assert_allclose(got[name].logprobs, done.logprobs, atol=1e-5)
 
 
-def test_rows_that_ask_for_the_likeliest_tokens_are_guessed_too(eager_graphs: list[int]) -> None:
+def test_rows_that_ask_for_the_likeliest_tokens_are_guessed_too(eager_graphs: list) -> None:
     requests = [request(str(n), prompt(n, 6), logprobs=n - 1, max_tokens=6) for n in range(1, 4)]
     plain, ahead = pair()
     _, want = run(plain, init(plain), [request("0", prompt(0, 6)), *requests])
@@ -64,7 +64,7 @@ def test_rows_that_ask_for_the_likeliest_tokens_are_guessed_too(eager_graphs: li
         np.testing.assert_array_equal(got[name].top_ids, done.top_ids)
 
 
-def test_same_tokens_with_preemption(eager_graphs: list[int]) -> None:
+def test_same_tokens_with_preemption(eager_graphs: list) -> None:
     options = {"num_blocks": 14, "max_rows": 6}
     requests = [request(str(n), prompt(n, 6 + n), max_tokens=16) for n in range(6)]
     plain, ahead = pair(**options)
@@ -75,7 +75,7 @@ def test_same_tokens_with_preemption(eager_graphs: list[int]) -> None:
         assert got[name].tokens.tolist() == done.tokens.tolist()
 
 
-def test_same_tokens_with_stops_aborts_and_a_fork(eager_graphs: list[int]) -> None:
+def test_same_tokens_with_stops_aborts_and_a_fork(eager_graphs: list) -> None:
     plain, ahead = pair()
     found = []
     for program in (plain, ahead):
@@ -108,7 +108,7 @@ def finish(program: Program, state: EngineState) -> dict:
     return {name: done.tokens.tolist() for name, done in run(program, state)[1].items()}
 
 
-def test_a_step_takes_over_what_was_queued(eager_graphs: list[int]) -> None:
+def test_a_step_takes_over_what_was_queued(eager_graphs: list) -> None:
     """One row alone: every decode step but the first was queued by the one before."""
     _, ahead = pair()
     state = submit(with_adapters(ahead, ""), request("x", prompt(1, 5), max_tokens=10))
@@ -123,7 +123,7 @@ def test_a_step_takes_over_what_was_queued(eager_graphs: list[int]) -> None:
 
 
 def test_another_request_of_the_same_name_does_not_get_what_was_queued(
-    eager_graphs: list[int],
+    eager_graphs: list,
 ) -> None:
     """It ends in another token, and finds the blocks before that one cached: the same rows, places
     and blocks as the step that was queued, whose keys it must not see either."""
@@ -157,7 +157,7 @@ def same_places_and_rows(one: StepPlan, two: StepPlan) -> bool:
     )
 
 
-def test_a_policy_that_fails_on_a_guess_hurts_no_step(eager_graphs: list[int]) -> None:
+def test_a_policy_that_fails_on_a_guess_hurts_no_step(eager_graphs: list) -> None:
     """A guessed state may never come about; what its policy raises there is not the step's."""
     plain, ahead = pair()
     item = request("x", prompt(1, 5), max_tokens=10)

@@ -72,17 +72,18 @@ def test_two_graphs_serve_every_batch_with_the_same_bits() -> None:
 
 @needs_compiler
 def test_steps_that_are_replayed_have_two_more(
-    monkeypatch: pytest.MonkeyPatch, eager_graphs: list[int]
+    monkeypatch: pytest.MonkeyPatch, eager_graphs: list
 ) -> None:
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     torch._dynamo.utils.counters.clear()
-    options = OPTIONS | {"row_buckets": (1, 2, 8)}
+    options = OPTIONS | {"row_buckets": (1, 2, 8), "token_buckets": (32, 128)}
     program, eager = (
         replace(tiny_program(compile=on, **options), graphs=True) for on in (True, False)
     )
     for count, adapters in ((9, "abcd"), (3, "")):
         assert_equal_bits(program, eager, mixed(0, count, adapters))
-    assert {1, 2, 8} <= {*eager_graphs}
+    assert {1, 2, 8} <= {shape.num_rows for shape in eager_graphs}
+    assert 32 in {shape.num_tokens for shape in eager_graphs if not shape.uniform_decode}
     assert graphs() == 4
 
 

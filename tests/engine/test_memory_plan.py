@@ -20,6 +20,7 @@ from transformers import LlamaConfig
 from purestep.engine import cli_plan, init, load_program
 from purestep.engine.cli import main
 from purestep.engine.memory import (
+    activation_bytes,
     encoder_output_bytes,
     pool_bytes,
     rows_that_fit,
@@ -106,6 +107,21 @@ def test_fully_sharded_and_the_vocabulary(folder: Path, capsys: pytest.CaptureFi
     assert plan["adapters"]["total"] == 1_441_792_000 + 69_861_376
     plan = planned(capsys, str(folder), *EXAMPLE[:2], "--max-adapters=8", "--rank=64")
     assert plan["adapters"]["total"] == 5_767_168_000, "linear in the rank"
+
+
+def test_graphs_are_as_large_as_the_largest(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By tokens and by rows, of which one with prompts has at most `max_rows`."""
+
+    def graphs(*options: str) -> int:
+        return planned(capsys, str(folder), *EXAMPLE, "--max-rows=64", *options)["graphs"]
+
+    model = read_model_config(folder)
+    assert graphs() == 0
+    for rows, tokens, largest in ((8, 0, (8, 8)), (8, 512, (512, 64)), (96, 16, (96, 96))):
+        found = graphs(f"--graph-rows={rows}", f"--graph-tokens={tokens}")
+        assert found == activation_bytes(model, *largest, False, tp=8)
 
 
 def test_what_fits_is_what_is_left(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

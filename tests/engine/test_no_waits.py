@@ -61,7 +61,7 @@ def test_sampling_looks_at_no_value_on_the_device(monkeypatch: pytest.MonkeyPatc
             raw_SV.amax().item()
 
 
-def test_rows_of_every_kind_say_the_same_with_work_queued_ahead(eager_graphs: list[int]) -> None:
+def test_rows_of_every_kind_say_the_same_with_work_queued_ahead(eager_graphs: list) -> None:
     """What is queued behind a step is planned from a guess of all that its rows ask for."""
     sizes = {"max_rows": 16, "max_batched_tokens": 256, "num_blocks": 100}
     plain = tiny_program(**sizes, row_buckets=(4, 16))

@@ -123,7 +123,7 @@ def same(one: Completion, two: Completion, atol: float = 1e-5) -> None:
 @pytest.mark.parametrize("fused", [False, True])
 @pytest.mark.parametrize("num_blocks", [64, 26])
 def test_every_request_gets_what_plain_steps_give(
-    eager_graphs: list[int], fused: bool, num_blocks: int
+    eager_graphs: list, fused: bool, num_blocks: int
 ) -> None:
     """With chunked prompts, and in a pool so small that rows are preempted."""
     program = tiny_program(

@@ -133,7 +133,7 @@ def test_a_real_run_is_folded_without_weights_or_adapter_files() -> None:
     assert state.host.step > 8
 
 
-def test_what_is_planned_ahead_of_time_is_not_recorded(eager_graphs: list[int]) -> None:
+def test_what_is_planned_ahead_of_time_is_not_recorded(eager_graphs: list) -> None:
     """A policy is asked once more for the step that is queued behind the present one."""
     program, tape = tiny_program(row_buckets=(1, 2, 4, 8)), io.StringIO()
     program = replace(program, fused=True, graphs=True)

@@ -87,6 +87,32 @@ def test_attention(counts, contexts, N, K, H, window, dtype, tolerance) -> None:
         assert not got[-1].any()
 
 
+@pytest.mark.parametrize(("dtype", "_tolerance"), DTYPES, ids=str)
+@pytest.mark.parametrize("counts", [[5, 1, 33], [1, 1, 20], [70, 2]], ids=str)
+def test_padded_rows_and_tokens_change_no_bit_of_attention(counts, dtype, _tolerance) -> None:
+    """As a graph has them: without context and queries, their block tables anything."""
+    torch.manual_seed(0)
+    R, B, M, T = len(counts), 16, 6, sum(counts)
+    more_rows, more_tokens = 9, 21
+    kv = random(2, R * M, B, 2, 32, dtype=dtype)
+    q = random(T + more_tokens, 8, 32, dtype=dtype)
+    start = torch.tensor([0, *torch.tensor(counts).cumsum(0).tolist()], dtype=torch.int32)
+    context, table = torch.tensor(counts).int() + 7, torch.randperm(R * M).view(R, M).int()
+
+    def have(q, start, context, table):
+        args = (start.to(DEVICE), context.to(DEVICE), table.to(DEVICE), 32**-0.5)
+        return attention.launch(q, kv, *args)
+
+    want = have(q[:T], start, context, table)
+    start = torch.cat([start, torch.full((more_rows,), T).int()])
+    context = torch.cat([context, torch.zeros(more_rows).int()])
+    table = torch.cat([table, torch.full((more_rows, M), 2**30).int()])
+    table = torch.cat([table, torch.full((R + more_rows, 3), 2**30).int()], 1)
+    got = have(q, start, context, table)
+    assert torch.equal(got[:T], want)
+    assert not got[T:].any()
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("rows", "N", "K", "H", "window"),
