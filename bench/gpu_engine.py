@@ -151,7 +151,7 @@ def run_workload(
     state = begun(program, work)
     made = time.perf_counter()
     if work.new > 1:
-        warm_up(program, state, adapters=sorted({*counts.values()}))
+        warm_up(program, state, adapters=sorted({*counts.values()}), tokens=())
     steps_full = -(-2 * program.config.max_batched_tokens // work.prompt)
     few = replace(work, requests=min(work.requests, steps_full))
     for count in {*counts.values()}:  # kernels of prompts
