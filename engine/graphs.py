@@ -6,7 +6,7 @@ bucket, V vocabulary.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from purestep.engine.config import Config, describe, has_graph
+from purestep.engine.empty_steps import run_empty
 from purestep.engine.pack import (
     Staging,
     bucket_arrays,
@@ -24,7 +25,7 @@ from purestep.engine.pack import (
 )
 from purestep.engine.pool import Pool, claim
 from purestep.engine.program import Program
-from purestep.models.fused import decode_logits, fused_forward
+from purestep.models.fused import decode_logits
 from purestep.state.adapters import Residence
 from purestep.state.batch import Batch
 from purestep.state.engine import EngineState
@@ -136,7 +137,7 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     logits_RV = graphs.logits_RV[: shape.num_rows]
 
     def run() -> None:
-        decode_logits(*args, logits_RV, program.fused_layer)
+        decode_logits(*args, logits_RV, program.fused_layer, program.ends)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -172,8 +173,9 @@ def warm_up(
     all other steps run.
 
     For each number of rows (all buckets, if none is given) and of active adapters. `state` is not
-    changed. On a CPU nothing is captured, and what plain torch runs (models/decoder.py) is compiled
-    when it is met. Raises DonatedStateError for a spent state.
+    changed. On a CPU nothing is captured. What adapters on the embedding or on the head need is
+    compiled when they are met, and where `adapters` is 0 alone so is the layer with adapters.
+    Raises DonatedStateError for a spent state.
     """
     pool, config = claim(state.device), state.config
     with torch.inference_mode():
@@ -183,16 +185,7 @@ def warm_up(
                 graphs = graphs_of(pool) if has_graph(config, shape) else None
                 if graphs is not None and shape not in graphs.captured:
                     graphs.captured[shape] = capture(program, pool, shape)
-        if config.compile and program.fused:
+        if config.compile:
             for num_active in adapters:
-                _run_padding(program, pool, num_active)
-
-
-def _run_padding(program: Program, pool: Pool, num_active: int) -> None:
-    """A step that is not replayed, with no row in it: nothing is written."""
-    config = pool.config
-    _, batch = padding(config, describe(config, 2, 2, num_active))
-    ends = [torch.zeros_like(batch.kv_index_T)] if config.bidirectional else []
-    for end_T in (None, *ends):
-        args = replace(batch, end_T=end_T), config.model, program.fused_layer
-        fused_forward(program.params, pool.layers, pool.kv, *args)
+                _, batch = padding(config, describe(config, 2, 2, num_active))
+                run_empty(program, pool, batch)

@@ -41,9 +41,10 @@ from purestep.models.checkpoint import (
     load_vision,
     stop_ids,
 )
-from purestep.models.compiled import compile_fused_layer, compile_layer
+from purestep.models.compiled import compile_ends, compile_fused_layer, compile_layer
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, decoder_layer
+from purestep.models.ends import EAGER, Ends
 from purestep.models.families import model_config_from_hf
 from purestep.models.fused import FusedLayerFn, fused_layer
 from purestep.models.room import Room
@@ -65,6 +66,7 @@ class Program:
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
     fused_layer: FusedLayerFn  # the same in our own kernels (models/fused.py)
+    ends: Ends  # embedding, head and sampler, compiled or not
     fused: bool  # which is the one that runs
     graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
     room: Room | None  # what the weights lie in, with rows beneath for the adapters of one pool
@@ -299,6 +301,7 @@ def make_program(
         params=params,
         layer=compile_layer() if compiled else decoder_layer,
         fused_layer=compile_fused_layer() if compiled else fused_layer,
+        ends=compile_ends() if compiled else EAGER,
         fused=fused,
         graphs=graphs,
         room=room,

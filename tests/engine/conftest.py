@@ -19,7 +19,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
         def replay() -> None:
             replays.append(shape.num_rows)
-            decode_logits(*args, out, program.fused_layer)
+            decode_logits(*args, out, program.fused_layer, program.ends)
 
         return Graph(inputs=inputs, batch=batch, replay=replay, program=program)
 
