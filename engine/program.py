@@ -186,9 +186,10 @@ def make_program(
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
     On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`.
-    `compile` gives the decoder's layer to torch.compile (models/compiled.py). Where the layer is
-    one of our own kernels, its bits stay the same, and as these leave nothing to fuse, nothing is
-    gained; elsewhere it takes the place of plain torch.
+    `compile` gives the decoder's layer, embedding, head and sampler to torch.compile
+    (models/compiled.py). Where the layer is one of our own kernels, its bits stay the same, and as
+    these leave nothing to fuse, nothing is gained; elsewhere it takes the place of plain torch. The
+    others keep their bits anywhere. Logits processors are called as they are.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `lora_tower` does the same for adapters on the linears of a vision tower and its projector.

@@ -98,7 +98,8 @@ def compile_ends() -> Ends:
     here as there.
 
     Of `draw` there are two graphs, with edits and without, of `embed` and `logits` one more each
-    for batches with adapters on the embedding or on the head, of all others one.
+    for batches with adapters on the embedding or on the head, which is compiled when these are
+    met, of all others one. engine/graphs.py: `warm_up` compiles the rest.
     """
     embed, logits, head_linear = map(_compiled, (EAGER.embed, EAGER.logits, EAGER.head_linear))
     edited, greedy, score = map(_compiled, (EAGER.edited, EAGER.greedy, EAGER.score))
