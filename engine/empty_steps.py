@@ -31,7 +31,9 @@ def run_empty(program: Program, pool: Pool, batch: Batch) -> None:
     end_T = torch.zeros(2 + len(batch.kv_index_T), dtype=torch.int64, device=config.device)[2:]
     for seen in (None, *([end_T] if config.bidirectional else [])):
         if program.fused:
-            args = replace(batch, end_T=seen), config.model, program.fused_layer
+            # Another tensor, or the compiler would be told of the first pass's sizes alone.
+            own = replace(batch, end_T=seen, kv_index_T=batch.kv_index_T[:])
+            args = own, config.model, program.fused_layer
             args = program.params, pool.layers, pool.kv, *args
             hidden_TD = fused_forward(*args, embed_fn=ends.embed)
         else:

@@ -14,6 +14,7 @@ import torch
 from purestep.engine import EngineState, Program, Request, digest, fork, init, warm_up
 from purestep.models.decoder import decoder_layer
 from tests.engine import test_head_adapters as vocabulary
+from tests.engine import test_vision as vision
 from tests.engine.tiny import prompt, request, run, submit_all, tiny_program, with_adapters
 
 needs_compiler = pytest.mark.skipif(
@@ -167,6 +168,23 @@ def test_each_window_has_one_graph(
     for seed, count in ((9, 1), (1, 1), (0, 9)):
         assert_equal_bits(program, eager, mixed(seed, count, adapters=""))
     assert graphs() == num_graphs + ENDS
+
+
+@needs_compiler
+@pytest.mark.parametrize("fused", [True, False], ids=["fused", "plain"])
+def test_images_that_see_both_ways_are_warm_too(
+    monkeypatch: pytest.MonkeyPatch, fused: bool
+) -> None:
+    """Two windows, each with such tokens and without, and a scale of the embedding."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    torch._dynamo.utils.counters.clear()
+    program = replace(vision.program.__wrapped__("gemma3", compile=True), fused=fused)
+    warm_up(program, init(program))
+    assert graphs() == 2 * 2 + ENDS
+    with torch.compiler.set_stance("fail_on_recompile"):
+        items = [vision.asked("gemma3", name) for name in vision.PROMPTS]
+        _, found = run(program, init(program), items)
+    vision.check("gemma3", found)
 
 
 @needs_compiler
