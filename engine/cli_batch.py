@@ -185,7 +185,7 @@ def _add_engine(group: Any) -> None:
     group.add_argument("--seed", type=int, default=0, help="of lines that bring none")
     group.add_argument("--no-prefix-caching", action="store_true")
     group.add_argument(
-        "--compile", action="store_true", help="the decoder's layer by torch.compile"
+        "--compile", action="store_true", help="layer, embedding, head and sampler by torch.compile"
     )
     group.add_argument("--threads", type=count, metavar="N", help="of torch; by default its choice")
 

@@ -21,7 +21,7 @@ from purestep.engine.pool import Pool, advance_, claim, copy_blocks_, upload_ada
 from purestep.engine.program import Program
 from purestep.engine.sampling import sampled, score_rows
 from purestep.engine.upload import sent, sent_tensor
-from purestep.models.decoder import forward, logits
+from purestep.models.decoder import forward
 from purestep.models.fused import fused_forward
 from purestep.state.batch import Batch
 from purestep.state.engine import DeviceState
@@ -137,7 +137,7 @@ def _queued(
         raw_SV = None
         if plan.sampled_R.any():
             index_S, lora = batch.logits_index_S, batch.head_lora
-            raw_SV = logits(program.params, hidden_TD, index_S, pool.head, lora)
+            raw_SV = program.ends.logits(program.params, hidden_TD, index_S, pool.head, lora)
         scores = [_scored(program, pool, plan, row, hidden_TD) for row in plan.scored]
         found = _sampled(program, device, plan, raw_SV, scores, seen, faults)
     # At the end, as the state before a step that fails knows nothing of them.
@@ -171,7 +171,8 @@ def _sampled(
     drawn, fields = device.drawn, None
     if raw_SV is not None:
         ring, processors = device.pool.ring, program.processors
-        token_S, fields = sampled(raw_SV, plan.sampling, processors, ring, plan.step)
+        args = raw_SV, plan.sampling, processors, ring, plan.step
+        token_S, fields = sampled(*args, program.ends)
         drawn = plan.step, token_S
 
     def read() -> StepResult:
@@ -196,6 +197,7 @@ def _forward(
     """The plan's batch and its hidden states; `seen` takes what `plan.hidden` asks for."""
     config, params = program.config, program.params
     extras = {
+        "embed_fn": program.ends.embed,
         "embeds": embeds,
         "observe": _observer(config, plan, seen) if plan.hidden else None,
     }
@@ -219,9 +221,9 @@ def _scored(
         index_C = torch.arange(first + start, first + end, device=hidden_TD.device)
         slot_C = np.full(end - start, plan.slot_R[row.row])
         lora = pack_vocab(program.config, plan, "head", slot_C, len(slot_C))
-        return logits(program.params, hidden_TD, index_C, pool.head, lora)
+        return program.ends.logits(program.params, hidden_TD, index_C, pool.head, lora)
 
-    return score_rows(head, row.target_N, row.num_tops)
+    return score_rows(head, row.target_N, row.num_tops, program.ends)
 
 
 def _observer(config: Config, plan: StepPlan, seen: Seen) -> Callable[[int, torch.Tensor], None]:

@@ -7,7 +7,7 @@ may be, S sampled rows, V vocabulary, r and m the rows and blocks of a step.
 """
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from purestep.engine.config import Config, describe, has_graph, largest_graph
+from purestep.engine.empty_steps import run_empty
 from purestep.engine.pack import (
     Staging,
     bucket_arrays,
@@ -26,7 +27,7 @@ from purestep.engine.pack import (
 )
 from purestep.engine.pool import Pool, claim
 from purestep.engine.program import Program
-from purestep.models.fused import decode_logits, fused_forward
+from purestep.models.fused import decode_logits
 from purestep.state.adapters import Residence
 from purestep.state.batch import Batch
 from purestep.state.engine import EngineState
@@ -66,9 +67,15 @@ def graphs_of(pool: Pool) -> Graphs:
         V, M = config.model.vocab_size, -(-config.max_context // config.block_size)
         pool.graphs = Graphs(
             logits_RV=torch.empty((R, V), dtype=torch.float32, device=device),
-            block_table_RM=torch.zeros((R, M), dtype=torch.int32, device=device),
+            block_table_RM=_no_tables(R, M, device),
         )
     return pool.graphs
+
+
+def _no_tables(R: int, M: int, device: str) -> Tensor:
+    """Block tables [R, M] of zeros, not at the beginning of their memory, as those of eager steps
+    are not: a compiler makes two graphs of that."""
+    return torch.zeros(4 + R * M, dtype=torch.int32, device=device)[4:].view(R, M)
 
 
 def can_replay(config: Config, plan: StepPlan) -> bool:
@@ -145,10 +152,10 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     graphs.ahead = None  # what was queued has its logits where padding's go
     inputs, batch = padding(pool.config, shape, graphs.block_table_RM)
     args = program.params, pool.layers, pool.kv, batch, pool.config.model
-    logits_RV = graphs.logits_RV[: shape.num_rows]
+    args = *args, graphs.logits_RV[: shape.num_rows], program.fused_layer, program.ends
 
     def run() -> None:
-        decode_logits(*args, logits_RV, program.fused_layer, uniform=shape.uniform_decode)
+        decode_logits(*args, uniform=shape.uniform_decode)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
@@ -187,8 +194,9 @@ def warm_up(
 
     For each number of rows of a decode step and each number of tokens of a step that does not only
     decode (all buckets of either, if none is given; none for `()`), and for each number of active
-    adapters. `state` is not changed. On a CPU nothing is captured, and what plain torch runs
-    (models/decoder.py) is compiled when it is met. Raises DonatedStateError for a spent state.
+    adapters. `state` is not changed. On a CPU nothing is captured. What adapters on the embedding
+    or on the head need is compiled when they are met, and where `adapters` is 0 alone so is the
+    layer with adapters. Raises DonatedStateError for a spent state.
     """
     pool, config = claim(state.device), state.config
     sizes = [(n, n) for n in (config.row_buckets if rows is None else rows)]
@@ -202,17 +210,8 @@ def warm_up(
             graphs = graphs_of(pool) if has_graph(config, shape) else None
             if graphs is not None and shape not in graphs.captured:
                 graphs.captured[shape] = capture(program, pool, shape)
-        if config.compile and program.fused:
+        if config.compile:
             for num_active in adapters:
-                _run_padding(program, pool, num_active)
-
-
-def _run_padding(program: Program, pool: Pool, num_active: int) -> None:
-    """A step that is not replayed, with no row in it: nothing is written."""
-    config, shape = pool.config, describe(pool.config, 2, 2, num_active)
-    table_RM = torch.zeros((shape.num_rows, 1), dtype=torch.int32, device=config.device)
-    _, batch = padding(config, shape, table_RM)
-    ends = [torch.zeros_like(batch.kv_index_T)] if config.bidirectional else []
-    for end_T in (None, *ends):
-        args = replace(batch, end_T=end_T), config.model, program.fused_layer
-        fused_forward(program.params, pool.layers, pool.kv, *args)
+                shape = describe(config, 2, 2, num_active)
+                table_RM = _no_tables(shape.num_rows, 1, config.device)
+                run_empty(program, pool, padding(config, shape, table_RM)[1])

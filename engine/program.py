@@ -42,9 +42,10 @@ from purestep.models.checkpoint import (
     load_vision,
     stop_ids,
 )
-from purestep.models.compiled import compile_fused_layer, compile_layer
+from purestep.models.compiled import compile_ends, compile_fused_layer, compile_layer
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import LayerFn, Params, decoder_layer
+from purestep.models.ends import EAGER, Ends
 from purestep.models.families import model_config_from_hf
 from purestep.models.fused import FusedLayerFn, fused_layer
 from purestep.models.room import Room
@@ -66,6 +67,7 @@ class Program:
     params: Params
     layer: LayerFn  # the decoder layer, compiled or not
     fused_layer: FusedLayerFn  # the same in our own kernels (models/fused.py)
+    ends: Ends  # embedding, head and sampler, compiled or not
     fused: bool  # which is the one that runs
     graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
     room: Room | None  # what the weights lie in, with rows beneath for the adapters of one pool
@@ -187,9 +189,10 @@ def make_program(
     On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
     other steps, which compute parts of prompts, to `token_buckets`, by default up to 512 tokens.
     Larger ones run eagerly, and with `row_buckets=()` all do.
-    `compile` gives the decoder's layer to torch.compile (models/compiled.py). Where the layer is
-    one of our own kernels, its bits stay the same, and as these leave nothing to fuse, nothing is
-    gained; elsewhere it takes the place of plain torch.
+    `compile` gives the decoder's layer, embedding, head and sampler to torch.compile
+    (models/compiled.py). Where the layer is one of our own kernels, its bits stay the same, and as
+    these leave nothing to fuse, nothing is gained; elsewhere it takes the place of plain torch. The
+    others keep their bits anywhere. Logits processors are called as they are.
     `lora_vocab` admits adapters on embed_tokens and lm_head, whose rows are as long as the
     vocabulary: by default on a CPU, where memory is taken once it is written, and nowhere else.
     `lora_tower` does the same for adapters on the linears of a vision tower and its projector.
@@ -304,6 +307,7 @@ def make_program(
         params=params,
         layer=compile_layer() if compiled else decoder_layer,
         fused_layer=compile_fused_layer() if compiled else fused_layer,
+        ends=compile_ends() if compiled else EAGER,
         fused=fused,
         graphs=graphs,
         room=room,

@@ -12,14 +12,8 @@ from torch import Tensor
 
 from purestep.engine.pending import Ring, fetched
 from purestep.engine.upload import Arrays, sent
-from purestep.ops.edit_logits import (
-    add_bias_,
-    allow_only_,
-    ban_,
-    penalise_counts_,
-    penalise_repetition_,
-)
-from purestep.ops.sample import Draws, draw, draws_of, greedy, likeliest, score
+from purestep.models.ends import EAGER, Ends
+from purestep.ops.sample import Draws, draws_of
 from purestep.state.plan import SamplingRows
 from purestep.state.request import frozen
 from purestep.state.sampling import GREEDY_BELOW, LogitEdits
@@ -42,6 +36,7 @@ def sampled(
     processors: Mapping[str, Processor],
     ring: Ring,
     step: int,
+    ends: Ends = EAGER,
 ) -> tuple[Tensor, Callable[[], dict[str, Any]]]:
     """token_S int32 on the device, and what waits for the fields of a StepResult that concern the
     sampled rows. Nothing waits before that, but for processors that look at their logits."""
@@ -60,23 +55,21 @@ def sampled(
         own |= packed_edits(edits) | draws._asdict()
     there = sent(own, raw_SV.device) if own else {}
     if draws is None:
-        found_XS = greedy(raw_SV)
+        found_XS = ends.greedy(raw_SV)
     else:
         logits_SV, bounds = raw_SV, ()
         if edits:
-            logits_SV = raw_SV.clone()
-            edit_(logits_SV, there)
-            had_S = logits_SV.amax(-1)
+            logits_SV, had_S = ends.edited(raw_SV, there)
             raised = process_(logits_SV, edits, processors)
             left_S = logits_SV.amax(-1) if any(e.processor for _, e in edits) else had_S
             bounds = had_S, left_S  # NaN where there is one
         largest_k = min(int(draws.top_k.max(initial=1)), raw_SV.shape[1])
         there_draws = Draws(*(there[name] for name in Draws._fields))
-        found_XS = draw(logits_SV, raw_SV, there_draws, largest_k)
+        found_XS = ends.draw(logits_SV, raw_SV, there_draws, largest_k)
         if bounds:
             found_XS = torch.cat((found_XS, torch.stack(bounds).view(torch.int32)))
     read = ring.receive(found_XS, step)
-    read_tops = _tops(raw_SV, asking, there)
+    read_tops = _tops(raw_SV, asking, there, ends)
 
     def fields() -> dict[str, Any]:
         token_S, bits_S, *bounds = read()
@@ -101,11 +94,11 @@ def _asking(num_tops_S: np.ndarray) -> dict[int, np.ndarray]:
 
 
 def _tops(
-    raw_SV: Tensor, asking: dict[int, np.ndarray], there: dict[str, Tensor]
+    raw_SV: Tensor, asking: dict[int, np.ndarray], there: dict[str, Tensor], ends: Ends
 ) -> Callable[[np.ndarray], tuple[Scores, ...]]:
     """The likeliest tokens of each row that asked, found at once for those of equal counts; from
     the rows' own logprobs."""
-    pairs = [likeliest(raw_SV[there[f"tops/{count}"]], count) for count in asking]
+    pairs = [ends.likeliest(raw_SV[there[f"tops/{count}"]], count) for count in asking]
     read = fetched(*(tensor for pair in pairs for tensor in pair)) if pairs else tuple
 
     def tops(logprob_S: np.ndarray) -> tuple[Scores, ...]:
@@ -126,6 +119,7 @@ def score_rows(
     head: Callable[[int, int], Tensor],
     target_N: np.ndarray,
     num_tops: int,
+    ends: Ends = EAGER,
     chunk: int = SCORE_CHUNK,
 ) -> Callable[[], Scores]:
     """Begins to score a row's prompt tokens; `head(start, end)` gives the logits of a range of
@@ -137,8 +131,8 @@ def score_rows(
     for start in range(0, len(target_N), chunk):
         logits_CV = head(start, min(start + chunk, len(target_N)))
         target = {"C": target_N[start : start + chunk].astype(np.int64)}
-        logprob_C = score(logits_CV, sent(target, logits_CV.device)["C"])
-        reads.append(fetched(logprob_C, *likeliest(logits_CV, num_tops)))
+        logprob_C = ends.score(logits_CV, sent(target, logits_CV.device)["C"])
+        reads.append(fetched(logprob_C, *ends.likeliest(logits_CV, num_tops)))
 
     def scores() -> Scores:
         parts = [_scores(*read()) for read in reads]
@@ -155,17 +149,8 @@ def _scores(logprob_N: np.ndarray, id_NK: np.ndarray, logprob_NK: np.ndarray) ->
     )
 
 
-EDITS = {  # in the order that SamplingParams documents
-    "bias": add_bias_,
-    "seen": penalise_repetition_,
-    "drawn": penalise_counts_,
-    "banned": ban_,
-    "allowed": allow_only_,
-}
-
-
 def packed_edits(edits: Chosen) -> Arrays:
-    """All but the processors: the columns that each function of `EDITS` takes, as "kind/number"."""
+    """All but the processors: those of `COLUMNS` that are wanted."""
     found: Arrays = {}
 
     def pairs(chosen: Chosen, ids: str, *columns: Any) -> list[np.ndarray]:
@@ -196,13 +181,6 @@ def packed_edits(edits: Chosen) -> Arrays:
         rows_A = np.array([place for place, _ in limited])
         add("allowed", [rows_A, *pairs(limited, "allowed_E")])
     return found
-
-
-def edit_(logits_SV: Tensor, columns: Mapping[str, Tensor]) -> None:
-    """Do what `packed_edits` says, for all rows at once."""
-    for kind, change_ in EDITS.items():
-        if own := [column for name, column in columns.items() if name.startswith(f"{kind}/")]:
-            change_(logits_SV, *own)
 
 
 def process_(

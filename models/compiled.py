@@ -1,11 +1,12 @@
-"""A decoder's layer, compiled by torch.compile: few graphs, whatever the batch.
+"""A decoder's layer, embedding, head and sampler, compiled by torch.compile: few graphs, whatever
+the batch.
 
 All layers, token counts, row counts, block table widths and pool sizes share a graph, 1 included,
 so nothing needs padding. Weights are its inputs, their shapes and the number of adapter rows in a
-pool part of it. T token rows.
+pool part of it. T token rows, S sampled rows, N scored ones, V vocabulary.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import FunctionType
 from typing import Any
 
@@ -13,9 +14,20 @@ import torch
 from torch import Tensor
 
 from purestep.models.config import ModelConfig
-from purestep.models.decoder import Layer, LayerAdapters, LayerFn, decoder_layer
+from purestep.models.decoder import (
+    AdapterRows,
+    EmbedRows,
+    Layer,
+    LayerAdapters,
+    LayerFn,
+    Params,
+    decoder_layer,
+)
+from purestep.models.ends import EAGER, Ends
 from purestep.models.fused import FusedLayerFn, fused_layer
-from purestep.state.batch import Batch, LoraTiles
+from purestep.ops.edit_logits import COLUMNS
+from purestep.ops.sample import Draws
+from purestep.state.batch import Batch, LoraBatch, LoraTiles
 
 
 def compile_layer() -> LayerFn:
@@ -81,6 +93,108 @@ def compile_fused_layer() -> FusedLayerFn:
     return layer_fn
 
 
+def compile_ends() -> Ends:
+    """`EAGER`, compiled, with the same bits: what a compiler would round in another way are ops,
+    here as there.
+
+    Of `draw` there are two graphs, with edits and without, of `embed` and `logits` one more each
+    for batches with adapters on the embedding or on the head, which is compiled when these are
+    met, of all others one. engine/graphs.py: `warm_up` compiles the rest.
+    """
+    embed, logits, head_linear = map(_compiled, (EAGER.embed, EAGER.logits, EAGER.head_linear))
+    edited, greedy, score = map(_compiled, (EAGER.edited, EAGER.greedy, EAGER.score))
+    draw, likeliest = _compiled(_draw), _compiled(_likeliest)
+
+    def embed_fn(
+        params: Params, rows: EmbedRows | None, batch: Batch, scale: float = 1.0
+    ) -> Tensor:
+        lora = batch.embed_lora
+        _mark_first(batch.token_T)
+        if lora is None:
+            rows = None
+        else:
+            _mark_lora(lora.lora)
+            _mark_sizes(lora.block_TC, (0, 1))
+        return embed(params, rows, batch, scale)
+
+    def logits_fn(
+        params: Params,
+        hidden_TD: Tensor,
+        index_S: Tensor,
+        head_rows: AdapterRows | None = None,
+        head_lora: LoraBatch | None = None,
+    ) -> Tensor:
+        # It may lie at the beginning of its memory or not, which would be two graphs.
+        index_S = index_S.clone()
+        _mark_first(hidden_TD, index_S)
+        if head_lora is None:
+            head_rows = None
+        else:
+            _mark_lora(head_lora)
+        return logits(params, hidden_TD, index_S, head_rows, head_lora)
+
+    def head_linear_fn(x_SD: Tensor, w_VD: Tensor, out_SV: Tensor | None = None) -> Tensor:
+        _mark_first(x_SD, *(() if out_SV is None else (out_SV,)))
+        return head_linear(x_SD, w_VD, out_SV)
+
+    def edited_fn(raw_SV: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
+        near = next(iter(columns.values()))
+        whole = {n: _beside(near, columns.get(n), dtype) for n, dtype in COLUMNS.items()}
+        _mark_first(raw_SV, *whole.values())
+        return edited(raw_SV, whole)
+
+    def greedy_fn(logits_SV: Tensor) -> Tensor:
+        _mark_first(logits_SV)
+        return greedy(logits_SV)
+
+    def draw_fn(logits_SV: Tensor, raw_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
+        draws = Draws(*(_beside(draws.position_S, x_X, x_X.dtype) for x_X in draws))
+        _mark_first(logits_SV, raw_SV, *draws)
+        return draw(logits_SV, raw_SV, draws, _as_size(largest_k))
+
+    def likeliest_fn(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        _mark_first(logits_NV)
+        return likeliest(logits_NV, _as_size(count))
+
+    def score_fn(logits_NV: Tensor, token_N: Tensor) -> Tensor:
+        _mark_first(logits_NV, token_N)
+        return score(logits_NV, token_N)
+
+    return Ends(
+        embed=embed_fn,
+        logits=logits_fn,
+        head_linear=head_linear_fn,
+        edited=edited_fn,
+        greedy=greedy_fn,
+        draw=draw_fn,
+        likeliest=likeliest_fn,
+        score=score_fn,
+    )
+
+
+def _draw(logits_SV: Tensor, raw_SV: Tensor, draws: Draws, room_K0: Tensor) -> Tensor:
+    return EAGER.draw(logits_SV, raw_SV, draws, room_K0.shape[0])
+
+
+def _likeliest(logits_NV: Tensor, room_K0: Tensor) -> tuple[Tensor, Tensor]:
+    return EAGER.likeliest(logits_NV, room_K0.shape[0])
+
+
+def _beside(near: Tensor, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """The tensor, or an empty one that lies where `near` does, at the beginning of its memory or
+    not. The other place would be a graph of its own, as is an array of numpy that is empty: its
+    stride is 0.
+    """
+    return near[:0].view(dtype) if tensor is None or not len(tensor) else tensor
+
+
+def _as_size(number: int) -> Tensor:
+    """A number as the size of a tensor, since each plain one would be a graph of its own."""
+    room_K0 = torch.empty(number, 0)
+    _mark_first(room_K0)
+    return room_K0
+
+
 def _lie_beneath(adapters: LayerAdapters) -> bool:
     linears = adapters.qkv, adapters.out, adapters.gate_up, adapters.down
     return any(rows.wide_WD is not None for rows in linears)
@@ -88,7 +202,13 @@ def _lie_beneath(adapters: LayerAdapters) -> bool:
 
 def _compiled(function: FunctionType) -> Callable[..., Any]:
     # Graphs hang on the code object and their number is limited to 8, for all models together.
-    own = FunctionType(function.__code__.replace(), function.__globals__)
+    own = FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
     return torch.compile(own, fullgraph=True, dynamic=False)
 
 
@@ -105,27 +225,34 @@ def _mark(
     if new:
         _mark_batch(batch)
     if new or window != config.windows[0]:
-        from torch._dynamo.decorators import mark_unbacked  # here: it doubles torch's import time
-
-        for tensor in tokens:
-            mark_unbacked(tensor, 0)
-        mark_unbacked(kv, 1)
+        _mark_first(*tokens)
+        _mark_sizes(kv, 1)
 
 
 def _mark_batch(batch: Batch) -> None:
-    from torch._dynamo.decorators import mark_unbacked
-
-    for tensor in (batch.kv_index_T, batch.query_start_R1, batch.context_len_R):
-        mark_unbacked(tensor, 0)
+    _mark_first(batch.kv_index_T, batch.query_start_R1, batch.context_len_R)
     if batch.end_T is not None:
-        mark_unbacked(batch.end_T, 0)
-    mark_unbacked(batch.block_table_RM, (0, 1))
+        _mark_first(batch.end_T)
+    _mark_sizes(batch.block_table_RM, (0, 1))
     lora = batch.lora
     if isinstance(lora, LoraTiles):
-        mark_unbacked(lora.row_E, 0)
-        mark_unbacked(lora.span_X2, 0)
-        mark_unbacked(lora.token_XI, (0, 1))
+        _mark_first(lora.row_E, lora.span_X2)
+        _mark_sizes(lora.token_XI, (0, 1))
     elif lora is not None:
-        mark_unbacked(lora.row_R, 0)
-        mark_unbacked(lora.foreign_TR, (0, 1))
-        mark_unbacked(lora.span_C2, 0)
+        _mark_lora(lora)
+
+
+def _mark_lora(lora: LoraBatch) -> None:
+    _mark_first(lora.row_R, lora.span_C2)
+    _mark_sizes(lora.foreign_TR, (0, 1))
+
+
+def _mark_first(*tensors: Tensor) -> None:
+    for tensor in tensors:
+        _mark_sizes(tensor, 0)
+
+
+def _mark_sizes(tensor: Tensor, dims: int | tuple[int, ...]) -> None:
+    from torch._dynamo.decorators import mark_unbacked  # here: it doubles torch's import time
+
+    mark_unbacked(tensor, dims)

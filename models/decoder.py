@@ -80,6 +80,7 @@ class EmbedRows:
     b_PD: Tensor
 
 
+EmbedFn = Callable[[Params, EmbedRows | None, Batch, float], Tensor]
 LayerFn = Callable[
     [Layer, LayerAdapters | None, Tensor, Tensor, Tensor, Tensor, Batch, ModelConfig, int], Tensor
 ]
@@ -94,6 +95,7 @@ def forward(
     layer_fn: LayerFn | None = None,
     embed_rows: EmbedRows | None = None,
     *,
+    embed_fn: EmbedFn | None = None,
     embeds: tuple[Tensor, Tensor] | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
@@ -101,15 +103,16 @@ def forward(
 
     `kv` holds one [2, num_blocks, block_size, K, H] tensor a layer. `adapters` (one a layer) is
     read only if `batch.lora` is there, `embed_rows` if `batch.embed_lora` is. `layer_fn` is
-    `decoder_layer` or its compiled form. `embeds` (index_E int64, rows_EW) replaces the embeddings
-    of some token rows, deltas included; where rows are (1 + k) D wide, what follows the first D
-    numbers is added behind each of the first k layers, of which there are more (deepstack).
+    `decoder_layer` or its compiled form, `embed_fn` likewise `embed`. `embeds` (index_E int64,
+    rows_EW) replaces the embeddings of some token rows, deltas included; where rows are (1 + k) D
+    wide, what follows the first D numbers is added behind each of the first k layers, of which
+    there are more (deepstack).
     `observe(i, h_TD)` sees the hidden states, numbered as transformers numbers them: 0 the
     embeddings, i what layer i - 1 returns, nothing added yet, but for the last one, which is
     normed. It may not change them.
     """
     layer_fn = layer_fn or decoder_layer
-    h_TD = embed(params, embed_rows, batch, config.embed_scale)
+    h_TD = (embed_fn or embed)(params, embed_rows, batch, config.embed_scale)
     index_E, deeper = merge_embeds_(h_TD, embeds)
     table, local = rope_tables(config, batch, h_TD.dtype)
     rows = adapters if adapters is not None else (None,) * len(params.layers)
@@ -148,7 +151,7 @@ def embed(params: Params, rows: EmbedRows | None, batch: Batch, scale: float = 1
     if rows is not None and batch.embed_lora is not None:
         x_TD, unit_rows = _lookup(rows, batch.embed_lora, batch.token_T)
         add_deltas_(h_TD, x_TD, unit_rows, batch.embed_lora.lora, h_TD.shape[1:])
-    return h_TD if scale == 1.0 else h_TD * torch.tensor(scale, dtype=h_TD.dtype).item()
+    return h_TD if scale == 1.0 else h_TD * torch.tensor(scale, dtype=h_TD.dtype)
 
 
 def merge_embeds_(

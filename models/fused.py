@@ -14,6 +14,7 @@ from torch import Tensor
 from purestep.models.config import ModelConfig
 from purestep.models.decoder import (
     AdapterRows,
+    EmbedFn,
     EmbedRows,
     Layer,
     LayerAdapters,
@@ -23,9 +24,10 @@ from purestep.models.decoder import (
     merge_embeds_,
     rope_tables,
 )
+from purestep.models.ends import EAGER, Ends
 from purestep.ops.add_rms_norm import add_rms_norm
 from purestep.ops.gated_mul import gated_mul
-from purestep.ops.lora_linear import Deltas, head_linear, lora_linear, shrunk_linear
+from purestep.ops.lora_linear import Deltas, lora_linear, shrunk_linear
 from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
 from purestep.state.batch import Batch, LoraTiles
@@ -59,14 +61,15 @@ def fused_forward(
     embed_rows: EmbedRows | None = None,
     *,
     uniform: bool = False,
+    embed_fn: EmbedFn | None = None,
     embeds: tuple[Tensor, Tensor] | None = None,
     observe: Callable[[int, Tensor], None] | None = None,
 ) -> Tensor:
     """As `decoder.forward`, for a batch whose `lora` is `LoraTiles`. `uniform` promises that token
     t is the one query of row t, and that a row without context is padding. `layer_fn` is
-    `fused_layer` or its compiled form."""
+    `fused_layer` or its compiled form, `embed_fn` likewise `embed`."""
     layer_fn = layer_fn or fused_layer
-    h_TD = embed(params, embed_rows, batch, config.embed_scale)
+    h_TD = (embed_fn or embed)(params, embed_rows, batch, config.embed_scale)
     index_E, deeper = merge_embeds_(h_TD, embeds)
     table, local = rope_tables(config, batch, h_TD.dtype)
     norms = [*(layer.attn_norm_D for layer in params.layers), params.norm_D]
@@ -171,11 +174,13 @@ def decode_logits(
     config: ModelConfig,
     out_SV: Tensor | None = None,
     layer_fn: FusedLayerFn | None = None,
+    ends: Ends = EAGER,
     *,
     uniform: bool,
 ) -> Tensor:
     """fp32 logits [S, V] of the rows in `logits_index_S`, or, of a uniform batch, of all its token
     rows: what a graph holds."""
-    x_TD = fused_forward(params, adapters, kv, batch, config, layer_fn=layer_fn, uniform=uniform)
+    args = params, adapters, kv, batch, config, layer_fn
+    x_TD = fused_forward(*args, uniform=uniform, embed_fn=ends.embed)
     x_SD = x_TD if uniform else x_TD.index_select(0, batch.logits_index_S)
-    return head_linear(x_SD, params.head_VD, out_SV)
+    return ends.head_linear(x_SD, params.head_VD, out_SV)

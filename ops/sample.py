@@ -149,6 +149,9 @@ def draw(logits_SV: Tensor, raw_SV: Tensor, draws: Draws, largest_k: int) -> Ten
     then min-p, then the Gumbel maximum, which is a draw from their softmax. `draws` are on the
     device of the logits, `largest_k` is the largest of `draws.top_k`, at most V.
     """
+    if torch.compiler.is_dynamo_compiling():
+        edited_SV = None if logits_SV is raw_SV else logits_SV
+        return torch.ops.purestep.draw(edited_SV, raw_SV, [*draws], largest_k)
     logits_SV = _cut(logits_SV, draws, largest_k)
     if logits_SV.is_cuda and kernels.usable():
         from purestep.ops.kernels.draw import launch
@@ -185,6 +188,8 @@ def _cut(logits_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
 @kernels.named("greedy")
 def greedy(logits_SV: Tensor) -> Tensor:
     """int32 [2, S]: `draw` at temperature 0, and the bits of its `score`. Does not wait."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.greedy(logits_SV)
     if not (logits_SV.is_cuda and kernels.usable()):
         if native.takes(logits_SV):
             return with_bits(*native.greedy(logits_SV))
@@ -205,6 +210,8 @@ def score(logits_NV: Tensor, token_N: Tensor) -> Tensor:
 
     NaN where the row has a NaN or an infinite logit, and where the token is negative.
     """
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.score(logits_NV, token_N)
     chosen_N = logits_NV.gather(1, token_N.clamp(min=0)[:, None]).squeeze(1)
     logprob_N = chosen_N - logits_NV.logsumexp(-1)
     sound_N = torch.isfinite(logits_NV.amax(-1)) & torch.isfinite(logits_NV.amin(-1))
@@ -213,5 +220,45 @@ def score(logits_NV: Tensor, token_N: Tensor) -> Tensor:
 
 def likeliest(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """(ids [N, K] int64, logprobs [N, K] float32) of the K likeliest tokens in falling order."""
+    if torch.compiler.is_dynamo_compiling():
+        return torch.ops.purestep.likeliest(logits_NV, count)
     top = logits_NV.topk(count, dim=-1)
     return top.indices, top.values - logits_NV.logsumexp(-1, keepdim=True)
+
+
+def _draw_traced(
+    edited_SV: Tensor | None, raw_SV: Tensor, draws: list[Tensor], largest_k: int
+) -> Tensor:
+    return draw(raw_SV if edited_SV is None else edited_SV, raw_SV, Draws(*draws), largest_k)
+
+
+def _likeliest_fake(logits_NV: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    found_NK = logits_NV.new_empty(logits_NV.shape[0], count)
+    return found_NK.new_empty(found_NK.shape, dtype=torch.int64), found_NK
+
+
+# Whole ops, since a compiler's sums, logarithms and quotients have other bits, and its sorts order
+# equal logits in another way. Which rows ask for what shows when they run, so one graph fits all.
+torch.library.define("purestep::greedy", "(Tensor logits_SV) -> Tensor")
+torch.library.impl("purestep::greedy", ("cpu", "cuda"), greedy)
+torch.library.register_fake(
+    "purestep::greedy",
+    lambda logits_SV: logits_SV.new_empty((2, logits_SV.shape[0]), dtype=torch.int32),
+)
+torch.library.define(
+    "purestep::draw",
+    "(Tensor? edited_SV, Tensor raw_SV, Tensor[] draws, SymInt largest_k) -> Tensor",
+)
+torch.library.impl("purestep::draw", ("cpu", "cuda"), _draw_traced)
+torch.library.register_fake(
+    "purestep::draw",
+    lambda _edited, raw_SV, *_: raw_SV.new_empty((2, raw_SV.shape[0]), dtype=torch.int32),
+)
+torch.library.define("purestep::score", "(Tensor logits_NV, Tensor token_N) -> Tensor")
+torch.library.impl("purestep::score", ("cpu", "cuda"), score)
+torch.library.register_fake(
+    "purestep::score", lambda logits_NV, _: logits_NV.new_empty(logits_NV.shape[0])
+)
+torch.library.define("purestep::likeliest", "(Tensor logits_NV, SymInt count) -> (Tensor, Tensor)")
+torch.library.impl("purestep::likeliest", ("cpu", "cuda"), likeliest)
+torch.library.register_fake("purestep::likeliest", _likeliest_fake)

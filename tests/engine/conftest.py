@@ -21,7 +21,8 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[BatchDescriptor]:
 
         def replay() -> None:
             replays.append(shape)
-            decode_logits(*args, out, program.fused_layer, uniform=shape.uniform_decode)
+            own = *args, out, program.fused_layer, program.ends
+            decode_logits(*own, uniform=shape.uniform_decode)
 
         return Graph(inputs=inputs, batch=batch, replay=replay, program=program)
 

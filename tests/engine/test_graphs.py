@@ -25,6 +25,7 @@ from purestep.engine.config import describe, has_graph
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.options import default_row_buckets
 from purestep.models.fused import decode_logits
+from tests.engine.test_compile import ENDS, KINDS, assert_same
 from tests.engine.tiny import (
     Driver,
     gpu_twin,
@@ -290,24 +291,30 @@ def test_a_warm_program_captures_no_more() -> None:
 @needs_gpu
 @pytest.mark.parametrize("driver", [step, step_ahead], ids=lambda d: d.__name__)
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_a_compiled_layer_changes_no_bit(dtype: str, driver: Driver) -> None:
-    """Graphs of it and steps beside them, after a warm-up none of which compiles anything."""
+def test_compiled_layers_and_ends_change_no_bit(dtype: str, driver: Driver) -> None:
+    """Graphs of them and steps beside them, drawn and told of in all ways, after a warm-up none of
+    which compiles anything."""
     options = {"dtype": dtype, "max_batched_tokens": 96, "max_rows": 8, "row_buckets": (1, 4, 8)}
     eager, program = gpu_program(**options), gpu_program(compile=True, **options)
     counters = torch._dynamo.utils.counters
     counters.clear()
     state, plain = with_ranks(program, RANKS), with_ranks(eager, RANKS)
     warm_up(program, state, adapters=(0, 1, 2, 4, 8))
-    assert counters["stats"]["unique_graphs"] == 4
+    assert counters["stats"]["unique_graphs"] == 4 + ENDS + 1  # the head of captured steps
     # Its adapters' rows are apart from the weights, not beneath: two more with adapters.
     twin, plain_twin = fork(program, state), fork(eager, plain)
     warm_up(program, twin, adapters=(0, 1, 2, 4, 8))
-    assert counters["stats"]["unique_graphs"] == 6
+    assert counters["stats"]["unique_graphs"] == 6 + ENDS + 1
     wishes = [None, "0", "2", "4", "1"]
     with torch.compiler.set_stance("fail_on_recompile"):
         for count, long in ((12, 7), (1, 1), (3, 30)):
             requests = [
-                request(str(n), prompt(n, 1 + long * n % 80), wishes[n % 5], max_tokens=3 + 5 * n)
+                request(
+                    str(n),
+                    prompt(n, 1 + long * n % 80),
+                    wishes[n % 5],
+                    **{"max_tokens": 3 + 5 * n} | KINDS[(n + count) % len(KINDS)],
+                )
                 for n in range(count)
             ]
             state, got = run(program, state, requests, driver)
@@ -315,7 +322,5 @@ def test_a_compiled_layer_changes_no_bit(dtype: str, driver: Driver) -> None:
             twin, got_twin = run(program, twin, requests, driver)
             plain_twin, want_twin = run(eager, plain_twin, requests, driver)
             for found, wanted in ((got, want), (got_twin, want_twin)):
-                for name, done in wanted.items():
-                    assert found[name].tokens.tolist() == done.tokens.tolist()
-                    assert found[name].logprobs.tolist() == done.logprobs.tolist()
-    assert counters["stats"]["unique_graphs"] == 6
+                assert_same(found, wanted)
+    assert counters["stats"]["unique_graphs"] == 6 + ENDS + 1

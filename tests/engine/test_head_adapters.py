@@ -35,6 +35,7 @@ from purestep.engine.pack import pack, pack_lora
 from purestep.engine.pool import row_index
 from purestep.engine.schedule import schedule
 from purestep.models.decoder import AdapterRows, EmbedRows, embed, logits
+from purestep.models.ends import EAGER
 from purestep.ops.linear import linear
 from purestep.state.adapters import Residence
 from purestep.state.batch import EmbedLora, LoraBatch
@@ -117,7 +118,8 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[Tensor, Tensor]]:
         calls.append((hidden_TD.clone(), out.clone()))
         return out
 
-    monkeypatch.setattr(import_module("purestep.engine.execute"), "logits", spy)
+    ends = replace(EAGER, logits=spy)
+    monkeypatch.setattr(import_module("purestep.engine.program"), "EAGER", ends)
     return calls
 
 

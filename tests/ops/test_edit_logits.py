@@ -20,8 +20,9 @@ from transformers import (
 
 from purestep.engine.extras import edits_after, edits_of
 from purestep.engine.requests import submit_host
-from purestep.engine.sampling import edit_, faults, packed_edits, process_
+from purestep.engine.sampling import faults, packed_edits, process_
 from purestep.engine.upload import sent
+from purestep.ops.edit_logits import edit_
 from purestep.simulation.world import EOS, VOCAB, toy_config, toy_state
 from purestep.state.engine import progress
 from purestep.state.request import Request, RequestState, frozen

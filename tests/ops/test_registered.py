@@ -1,11 +1,13 @@
-"""The fused decoder's ops as torch.compile sees them: schemas, outputs of their own, fakes that ask
-for no size.
+"""The fused decoder's ops and the sampler's as torch.compile sees them: schemas, outputs of their
+own, fakes that ask for no size.
 
-T tokens, D width, N query heads, K key/value heads, H head size, F MLP width, n addends.
+T tokens, D width, N query heads, K key/value heads, H head size, F MLP width, n addends, S sampled
+rows, V vocabulary.
 """
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +15,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
 from purestep.ops import add_rms_norm, gated_mul, paged_attention, product, rope_write  # noqa: F401
+from purestep.ops.edit_logits import COLUMNS
 from purestep.ops.lora_linear import Deltas, Shrunk, deltas_of, flat, shrunk_of
 from purestep.ops.product import num_tokens, product_of, told
+from purestep.ops.sample import draws_of
 from tests.ops.forms import form
 from tests.ops.test_native import deltas
 
@@ -52,6 +56,28 @@ def places() -> list[Tensor]:
     return [starts.int(), lengths.int(), torch.arange(T).int()[:, None]]
 
 
+def draws() -> list[Tensor]:
+    """Of T rows: a greedy one, warm ones, all three cuts."""
+    columns = draws_of(
+        np.array([0, 1, 0.7, 1.3, 1], np.float32),
+        np.array([0, 0, 3, 0, 2], np.int32),
+        np.array([1, 1, 1, 0.9, 1]),
+        np.array([0, 0.1, 0, 0, 0], np.float32),
+        np.arange(T, dtype=np.uint64),
+        np.arange(T, dtype=np.int32),
+    )
+    return [torch.from_numpy(column) for column in columns]
+
+
+def edits(*kinds: str) -> list[Tensor]:
+    """An edit of each of these kinds, at place 1, and empty columns for others."""
+    found = []
+    for name, dtype in COLUMNS.items():
+        length = int(name.partition("/")[0] in kinds)
+        found.append(torch.full((length,), 1 if dtype == torch.int64 else 0.3).to(dtype))
+    return found
+
+
 def cases() -> dict[str, tuple[Any, list[Any]]]:
     """Arguments of each op, by a name for each form of it."""
     h, w = random(T, D), random(D)
@@ -75,7 +101,18 @@ def cases() -> dict[str, tuple[Any, list[Any]]]:
         "slices": (OPS.shrunk_linear, [x, gate_up, None, adapters((F, F), D), [F, F]]),
         "tiles": (OPS.lora_add_tiles_, [random(T, 2 * F), x, adapters((F, F), D), [F, F]]),
         "head": (OPS.head_linear_, [torch.zeros(T, 2 * F), x, gate_up]),
+        "greedy": (OPS.greedy, [x]),
+        "draw": (OPS.draw, [None, x, draws(), 3]),
+        "edited draw": (OPS.draw, [x + 1, x, draws(), 3]),
+        "score": (OPS.score, [x, torch.tensor([0, D - 1, 7, 3, 3])]),
+        "likeliest": (OPS.likeliest, [x, 3]),
+        "no likeliest": (OPS.likeliest, [x, 0]),
+        "edits": (OPS.edited, [x, edits("bias", "drawn", "allowed")]),
+        "no edits": (OPS.edited, [x, edits()]),
     }
+
+
+SAMPLER = OPS.greedy, OPS.draw, OPS.score, OPS.likeliest, OPS.edited  # of float32 alone
 
 
 def on(device: str, dtype: torch.dtype, value: Any) -> Any:
@@ -93,7 +130,8 @@ def test_opcheck(name: str, device: str, ops: str) -> None:
     """float32, and bfloat16 on a GPU, where products have addends."""
     op, args = cases()[name]
     with form(ops):
-        for dtype in (torch.float32, torch.bfloat16)[: 1 if device == "cpu" else 2]:
+        alone = device == "cpu" or op in SAMPLER
+        for dtype in (torch.float32, torch.bfloat16)[: 1 if alone else 2]:
             given = on(device, dtype, args)
             if op is OPS.head_linear_:
                 given[0] = given[0].float()
@@ -182,3 +220,26 @@ def test_fakes_of_a_gpu_know_no_lengths(few: torch.dtype, with_lora: bool) -> No
         assert free_unbacked_symbols(h.shape[0])
     assert (active.shape, active.dtype) == ((T, F), few)
     assert total.shape == normed.shape == (T, 2 * F)
+
+
+def test_fakes_of_the_sampler_take_any_number() -> None:
+    """Rows, likeliest tokens and largest k of which nothing is known, on a GPU: no guard."""
+    env = ShapeEnv()
+    with FakeTensorMode(shape_env=env):
+        S, K, E = (env.create_unbacked_symint() for _ in range(3))
+        raw_SV = torch.empty(S, 40, device="cuda")
+        ids_E, floats_E = (torch.empty(E, dtype=d, device="cuda") for d in (torch.int64, None))
+        columns = [ids_E if d == torch.int64 else floats_E for d in COLUMNS.values()]
+        edited_SV = OPS.edited(raw_SV, columns)
+        tokens = OPS.greedy(raw_SV), OPS.draw(edited_SV, raw_SV, [ids_E] * 12, K)
+        id_SK, logprob_SK = OPS.likeliest(raw_SV, K)
+        score_S = OPS.score(raw_SV, torch.empty(S, dtype=torch.int64, device="cuda"))
+        x_SD = torch.empty(S, D, dtype=torch.bfloat16, device="cuda")
+        y_SV = OPS.linear(x_SD, torch.empty(40, D, dtype=torch.bfloat16, device="cuda"), None)
+    assert edited_SV.shape == raw_SV.shape
+    assert all((x.shape, x.dtype) == ((2, S), torch.int32) for x in tokens)
+    assert (id_SK.shape, id_SK.dtype) == ((S, K), torch.int64)
+    assert (logprob_SK.shape, logprob_SK.dtype) == ((S, K), torch.float32)
+    assert (score_S.shape, y_SV.shape, y_SV.dtype) == ((S,), (S, 40), torch.bfloat16)
+    assert all(x.is_cuda for x in (edited_SV, *tokens, id_SK, logprob_SK, score_S, y_SV))
+    assert not env.guards
