@@ -6,7 +6,7 @@ so nothing needs padding. Weights are its inputs, their shapes and the number of
 pool part of it. T token rows, S sampled rows, N scored ones, V vocabulary.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from types import FunctionType
 from typing import Any
 
@@ -114,7 +114,7 @@ def compile_ends() -> Ends:
             rows = None
         else:
             _mark_lora(lora.lora)
-            _mark_sizes(lora.block_TC, (0, 1))
+            _mark_sizes([lora.block_TC], (0, 1))
         return embed(params, rows, batch, scale)
 
     def logits_fn(
@@ -226,33 +226,33 @@ def _mark(
         _mark_batch(batch)
     if new or window != config.windows[0]:
         _mark_first(*tokens)
-        _mark_sizes(kv, 1)
+        _mark_sizes([kv], 1)
 
 
 def _mark_batch(batch: Batch) -> None:
     _mark_first(batch.kv_index_T, batch.query_start_R1, batch.context_len_R)
     if batch.end_T is not None:
         _mark_first(batch.end_T)
-    _mark_sizes(batch.block_table_RM, (0, 1))
+    _mark_sizes([batch.block_table_RM], (0, 1))
     lora = batch.lora
     if isinstance(lora, LoraTiles):
         _mark_first(lora.row_E, lora.span_X2)
-        _mark_sizes(lora.token_XI, (0, 1))
+        _mark_sizes([lora.token_XI], (0, 1))
     elif lora is not None:
         _mark_lora(lora)
 
 
 def _mark_lora(lora: LoraBatch) -> None:
     _mark_first(lora.row_R, lora.span_C2)
-    _mark_sizes(lora.foreign_TR, (0, 1))
+    _mark_sizes([lora.foreign_TR], (0, 1))
 
 
 def _mark_first(*tensors: Tensor) -> None:
-    for tensor in tensors:
-        _mark_sizes(tensor, 0)
+    _mark_sizes(tensors, 0)
 
 
-def _mark_sizes(tensor: Tensor, dims: int | tuple[int, ...]) -> None:
+def _mark_sizes(tensors: Sequence[Tensor], dims: int | tuple[int, ...]) -> None:
     from torch._dynamo.decorators import mark_unbacked  # here: it doubles torch's import time
 
-    mark_unbacked(tensor, dims)
+    for tensor in tensors:
+        mark_unbacked(tensor, dims)

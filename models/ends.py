@@ -10,13 +10,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from purestep.models.decoder import (
-    AdapterRows,
-    EmbedFn,
-    Params,
-    embed,
-    logits,
-)
+from purestep.models.decoder import AdapterRows, EmbedFn, Params, embed, logits
 from purestep.ops.edit_logits import edited
 from purestep.ops.lora_linear import head_linear
 from purestep.ops.sample import Draws, draw, greedy, likeliest, score
