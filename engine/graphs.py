@@ -73,9 +73,10 @@ def graphs_of(pool: Pool) -> Graphs:
 
 
 def _no_tables(R: int, M: int, device: str) -> Tensor:
-    """Block tables [R, M] of zeros, not at the beginning of their memory, as those of eager steps
-    are not: a compiler makes two graphs of that."""
-    return torch.zeros(4 + R * M, dtype=torch.int32, device=device)[4:].view(R, M)
+    """Block tables [R, M] of zeros. A compiler makes graphs of its own for tensors at the beginning
+    of their memory, which eager steps' tables are not, and for two with one offset."""
+    offset = 1028
+    return torch.zeros(offset + R * M, dtype=torch.int32, device=device)[offset:].view(R, M)
 
 
 def can_replay(config: Config, plan: StepPlan) -> bool:
