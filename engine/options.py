@@ -114,9 +114,11 @@ def default_row_buckets(max_rows: int) -> tuple[int, ...]:
 
 
 def default_token_buckets(max_batched_tokens: int) -> tuple[int, ...]:
-    """16, then in steps of 32 up to 256, of 64 up to 512. Larger steps keep a GPU busy for longer
-    than the host needs to queue them, so nothing beyond is padded."""
-    return _up_to((16, *range(32, 257, 32), *range(320, 513, 64)), max_batched_tokens)
+    """16, then in steps of 32 up to 256, of 64 up to 512, of 128 up to 1,024. Larger steps keep a
+    GPU busy for longer than the host needs to queue them (18 ms for 32 layers, 26 with adapters),
+    so nothing beyond is padded."""
+    sizes = (16, *range(32, 257, 32), *range(320, 513, 64), *range(640, 1025, 128))
+    return _up_to(sizes, max_batched_tokens)
 
 
 def _up_to(sizes: tuple[int, ...], limit: int) -> tuple[int, ...]:

@@ -187,7 +187,7 @@ def make_program(
     alone. They run in inference mode and must be pure: `step` may call them again for the same
     tokens after a failure.
     On a GPU decode steps are padded to `row_buckets`, each a graph, by default up to `max_rows`;
-    other steps, which compute parts of prompts, to `token_buckets`, by default up to 512 tokens.
+    other steps, which compute parts of prompts, to `token_buckets`, by default up to 1,024 tokens.
     Larger ones run eagerly, and with `row_buckets=()` all do.
     `compile` gives the decoder's layer, embedding, head and sampler to torch.compile
     (models/compiled.py). Where the layer is one of our own kernels, its bits stay the same, and as

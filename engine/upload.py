@@ -44,11 +44,10 @@ def sent(arrays: Arrays, device: str | torch.device) -> dict[str, Tensor]:
     if not on_gpu(device):
         return {name: torch.from_numpy(np.array(a)).to(device) for name, a in arrays.items()}
     spots, size = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
-    # torch's allocator of pinned memory hands it out again once the copy is done. The beginning is
-    # left free, since a compiler has a graph of its own for what lies there.
-    pinned = torch.empty(16 + size, dtype=torch.uint8, pin_memory=True)
-    fill_(pinned[16:], arrays, spots)
-    there = pinned.to(device, non_blocking=True)[16:]
+    # torch's allocator of pinned memory hands it out again once the copy is done.
+    pinned = torch.empty(size, dtype=torch.uint8, pin_memory=True)
+    fill_(pinned, arrays, spots)
+    there = pinned.to(device, non_blocking=True)
     return {
         name: there[start : start + arrays[name].nbytes].view(_kind(dtype)).view(shape)
         for name, (start, shape, dtype) in spots.items()

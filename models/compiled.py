@@ -124,8 +124,7 @@ def compile_ends() -> Ends:
         head_rows: AdapterRows | None = None,
         head_lora: LoraBatch | None = None,
     ) -> Tensor:
-        # It may lie at the beginning of its memory or not, which would be two graphs.
-        index_S = index_S.clone()
+        index_S = _alone(index_S)
         _mark_first(hidden_TD, index_S)
         if head_lora is None:
             head_rows = None
@@ -138,8 +137,10 @@ def compile_ends() -> Ends:
         return head_linear(x_SD, w_VD, out_SV)
 
     def edited_fn(raw_SV: Tensor, columns: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
-        near = next(iter(columns.values()))
-        whole = {n: _beside(near, columns.get(n), dtype) for n, dtype in COLUMNS.items()}
+        none = {
+            n: torch.empty(0, dtype=dtype, device=raw_SV.device) for n, dtype in COLUMNS.items()
+        }
+        whole = {n: _alone(columns.get(n, own)) for n, own in none.items()}
         _mark_first(raw_SV, *whole.values())
         return edited(raw_SV, whole)
 
@@ -148,7 +149,7 @@ def compile_ends() -> Ends:
         return greedy(logits_SV)
 
     def draw_fn(logits_SV: Tensor, raw_SV: Tensor, draws: Draws, largest_k: int) -> Tensor:
-        draws = Draws(*(_beside(draws.position_S, x_X, x_X.dtype) for x_X in draws))
+        draws = Draws(*map(_alone, draws))
         _mark_first(logits_SV, raw_SV, *draws)
         return draw(logits_SV, raw_SV, draws, _as_size(largest_k))
 
@@ -180,12 +181,12 @@ def _likeliest(logits_NV: Tensor, room_K0: Tensor) -> tuple[Tensor, Tensor]:
     return EAGER.likeliest(logits_NV, room_K0.shape[0])
 
 
-def _beside(near: Tensor, tensor: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """The tensor, or an empty one that lies where `near` does, at the beginning of its memory or
-    not. The other place would be a graph of its own, as is an array of numpy that is empty: its
-    stride is 0.
-    """
-    return near[:0].view(dtype) if tensor is None or not len(tensor) else tensor
+def _alone(tensor: Tensor) -> Tensor:
+    """The same at the beginning of its memory. Another place would be a graph of its own, as would
+    two tensors with one place, and an empty array of numpy, whose stride is 0."""
+    if not len(tensor):
+        return torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return tensor.clone() if tensor.storage_offset() else tensor
 
 
 def _as_size(number: int) -> Tensor:

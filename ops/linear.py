@@ -92,7 +92,10 @@ def cut(num_tokens: int, width: int, num_multiprocessors: int) -> int:
 
 @cache
 def _num_multiprocessors(device: int) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
+    """0 where there is no cuBLAS."""
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count if torch.version.cuda else 0
+    )
 
 
 # An op, since the compiler asks of a batched product whether a size it does not know is 1, and may

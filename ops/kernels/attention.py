@@ -240,12 +240,16 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
     return min(16, 1 << max(0, wanted.bit_length() - 1))
 
 
-def tile_shape(few: bool, BLOCK_H: int, wide: bool) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_C, warps, stages), for rows of one query or of more."""
+def tile_shape(few: bool, split: bool, BLOCK_H: int, wide: bool) -> tuple[int, int, int, int]:
+    """(BLOCK_M, BLOCK_C, warps, stages), for rows of one query or of more, by what was fastest on
+    an H200: Llama 8B's 256 rows of 540 tokens take 137 us (a copy's rate: 134), of 640 158 (159),
+    with tiles of 64 keys and two warps 160 and 162."""
     if wide:
         return 16, 32, 4, 1
+    if few and BLOCK_H > 128:
+        return 16, 32, 2, 3
     if few:
-        return 16, 64 if BLOCK_H <= 128 else 32, 2, 3
+        return (16, 64, 2, 3) if split else (16, 32, 1, 3)
     return (128, 32, 4, 3) if BLOCK_H <= 128 else (64, 32, 8, 2)
 
 
@@ -284,7 +288,7 @@ def launch(
     for rows in kinds:
         few = rows in ("uniform", "single")
         own = None if rows == "single" else shape
-        BLOCK_M, BLOCK_C, warps, stages = own or tile_shape(few, BLOCK_H, wide)
+        BLOCK_M, BLOCK_C, warps, stages = own or tile_shape(few, Z > 1, BLOCK_H, wide)
         BLOCK_M = max(BLOCK_M, triton.next_power_of_2(G))
         _attend[(R, K, Z) if few else (T // (BLOCK_M // G) + R + 1, K, 1)](
             q_TNH,

@@ -87,11 +87,12 @@ def test_warm_up_takes_the_sizes_it_is_given(eager_graphs: list[BatchDescriptor]
 
 
 def test_default_buckets_ascend_to_the_largest_step() -> None:
-    for tokens in (2, 16, 20, 100, 256, 511, 512, 8192):
+    for tokens in (2, 16, 20, 100, 256, 511, 1024, 8192):
         found = default_token_buckets(tokens)
-        assert found[-1] == min(tokens, 512)
+        assert found[-1] == min(tokens, 1024)
         assert list(found) == sorted({*found})
-    assert found == (16, 32, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512)
+    steps = (96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
+    assert found == (16, 32, 64, *steps)
     assert tiny_program().config.token_buckets == (), "on a CPU there are no graphs"
 
 
