@@ -3,8 +3,9 @@
 A checkpoint of Llama 3.1 8B's shape, random, is written to a temporary folder (16 GB, which then
 lie in the page cache) and loaded by a fresh process without compiled kernels (cold), then by
 another with those of the first (warm). Each captures decode steps for all buckets up to 64 rows
-with 0, 1 and 8 adapters, and runs a prompt. `import` is Python's start and the imports; `total`
-leaves it out, as a server's start is judged without.
+with 0, 1 and 8 adapters (`capture`), then steps that compute prompts, of all buckets, with as many
+(`prompts`), and runs a prompt. `import` is Python's start and the imports; `total` leaves it out,
+as a server's start is judged without.
 """
 
 import argparse
@@ -25,7 +26,7 @@ from bench.report import Figure, parser, report
 from purestep.engine import Request, SamplingParams, init, load_program, step, submit, warm_up
 from purestep.models.config import ModelConfig
 
-PHASES = ("import", "load", "pool", "capture", "prompt")
+PHASES = ("import", "load", "pool", "capture", "prompts", "prompt")
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -71,7 +72,9 @@ def start(folder: Path) -> dict[str, float]:
     marks.append(time.time())
     state = init(program)
     marks.append(time.time())
-    warm_up(program, state, adapters=(0, 1, 8))
+    warm_up(program, state, adapters=(0, 1, 8), tokens=())
+    marks.append(time.time())
+    warm_up(program, state, adapters=(0, 1, 8), rows=())
     marks.append(time.time())
     sampling = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
     state = submit(state, Request(id="0", tokens=list(range(3, 103)), sampling=sampling))
