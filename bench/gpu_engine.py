@@ -11,8 +11,8 @@ copy on the same device reaches. `--drivers` takes `step_ahead` (ahead) or `step
 figures end in /plain. `--trace DIR` writes a profile of some steps, a picture of it, and how long
 the GPU idles between and within them. `--peers` gives a share of W1 to transformers and PEFT, too.
 `start` is what a program takes from weights on the device to its last captured graph and prompt.
-`mixed` is a request of (64 in, 32 out) every second step, so that 16 rows decode: the time of a
-step that computes a prompt beside them, with graphs of such steps and without (/eager).
+`mixed` is a request of (64 in, 32 out) every second step, so that 16 rows decode: the mean time of
+a step while they come, with graphs of steps that compute prompts and without (/eager).
 """
 
 import argparse
@@ -68,7 +68,7 @@ WORKLOADS = {
     "W4": Workload(requests=1, prompt=128, new=256, cases=("base", "adapters1")),
     "rows64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8", "adapters32")),
     "rank64": Workload(requests=64, prompt=128, new=64, cases=("base", "adapters8"), rank=64),
-    "mixed": Workload(requests=32, prompt=64, new=32, cases=("base", "adapters8"), every=2),
+    "mixed": Workload(requests=64, prompt=64, new=32, cases=("base", "adapters8"), every=2),
 }
 SHARE = Workload(requests=64, prompt=512, new=16, cases=("base", "adapters8"))  # of W1, for peers
 DRIVERS = {"ahead": step_ahead, "plain": step}
@@ -260,9 +260,9 @@ def run_mixed(
             for case, count in counts.items():
                 for driver in args.drivers:
                     key = case + ("" if driver == "ahead" else f"/{driver}") + ending
-                    state, mixed_ms = serve_steadily(program, state, work, count, driver)
-                    found.setdefault(key, []).append(median(mixed_ms))
-                    print(f"{name} {key}: {median(mixed_ms):.3f} ms a mixed step", flush=True)
+                    state, step_ms = serve_steadily(program, state, work, count, driver)
+                    found.setdefault(key, []).append(step_ms)
+                    print(f"{name} {key}: {step_ms:.3f} ms a step", flush=True)
         del program, state  # its adapter rows, which the next one takes
     noted = notes | {"rank": work.rank, "requests": work.requests}
     return [figure(name, key, median(times), "ms", noted) for key, times in found.items()]
@@ -317,20 +317,18 @@ def serve(
 
 def serve_steadily(
     program: Program, state: EngineState, work: Workload, num_adapters: int, driver: str
-) -> tuple[EngineState, list[float]]:
-    """(state, milliseconds of every step that computed a prompt, once as many rows decode as then
-    go on doing so)"""
+) -> tuple[EngineState, float]:
+    """(state, milliseconds of a step from when requests begin to leave until they come no more)"""
     waiting = requests_of(program, work, num_adapters, work.new)[::-1]
-    mixed_ms, turn, last = [], 0, time.perf_counter()
+    turns = []
     while waiting or not state.host.idle:
-        if waiting and turn % work.every == 0:
-            state = submit(state, waiting.pop())
-        state, outputs = DRIVERS[driver](program, state)
-        now, turn = time.perf_counter(), turn + 1
-        if outputs.num_tokens > outputs.num_rows:
-            mixed_ms.append((now - last) * 1e3)
-        last = now
-    return state, mixed_ms[work.new // work.every :]
+        if waiting:
+            turns.append(time.perf_counter())
+            if len(turns) % work.every == 1:
+                state = submit(state, waiting.pop())
+        state, _ = DRIVERS[driver](program, state)
+    steady = turns[work.new :] if len(turns) > work.new + 1 else turns
+    return state, (steady[-1] - steady[0]) / (len(steady) - 1) * 1e3
 
 
 def traced(
