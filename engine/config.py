@@ -187,8 +187,8 @@ def describe(config: Config, num_tokens: int, num_rows: int, num_active: int) ->
     it has one graph; where there are no graphs (no `row_buckets`) they are left as they are.
     """
     uniform = num_tokens == num_rows
-    if uniform and (rows := _bucket(config.row_buckets, num_rows)):
-        num_tokens = num_rows = rows
+    if uniform and config.row_buckets:
+        num_tokens = num_rows = _bucket(config.row_buckets, num_rows) or num_rows
     elif tokens := _bucket(config.token_buckets, num_tokens):
         num_tokens = tokens
         if config.row_buckets and not uniform:
@@ -218,8 +218,14 @@ def has_graph(config: Config, shape: BatchDescriptor) -> bool:
 def largest_graph(config: Config) -> tuple[int, int]:
     """The most (tokens, rows) of any graph; zeros where there are none."""
     rows = max(config.row_buckets, default=0)
-    tokens = max(config.token_buckets, default=0) if rows else 0
-    return max(tokens, rows), max(rows, min(tokens, config.max_rows))
+    return graph_size(max(config.token_buckets, default=0), rows, config.max_rows)
+
+
+def graph_size(tokens: int, rows: int, max_rows: int) -> tuple[int, int]:
+    """The same where steps of up to so many tokens, and decode steps of up to so many rows, are
+    graphs; without the latter there are none."""
+    tokens = tokens if rows else 0
+    return max(tokens, rows), max(rows, min(tokens, max_rows))
 
 
 def _rounded(count: int, limit: int) -> int:

@@ -33,13 +33,12 @@ def run_empty(program: Program, pool: Pool, batch: Batch) -> None:
         if program.fused:
             # Another tensor, or the compiler would be told of the first pass's sizes alone.
             own = replace(batch, end_T=seen, kv_index_T=batch.kv_index_T[:])
-            args = own, config.model, program.fused_layer
-            args = program.params, pool.layers, pool.kv, *args
-            hidden_TD = fused_forward(*args, embed_fn=ends.embed)
+            run, layer_fn = fused_forward, program.fused_layer
         else:
-            args = _plain(config.device, batch, seen), config.model, program.layer
-            args = program.params, pool.layers, pool.kv, *args
-            hidden_TD = forward(*args, embed_fn=ends.embed)
+            own = _plain(config.device, batch, seen)
+            run, layer_fn = forward, program.layer
+        args = program.params, pool.layers, pool.kv, own, config.model, layer_fn
+        hidden_TD = run(*args, embed_fn=ends.embed)
     _sample(ends, ends.logits(program.params, hidden_TD, batch.logits_index_S, None, None))
 
 

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from purestep.engine.config import Config
+from purestep.engine.config import Config, has_graph
 from purestep.engine.encode import Faults, encoded_outputs, merged_rows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.pack import gather_, pack, pack_fused, pack_vocab
@@ -21,8 +21,8 @@ from purestep.engine.pool import Pool, advance_, claim, copy_blocks_, upload_ada
 from purestep.engine.program import Program
 from purestep.engine.sampling import sampled, score_rows
 from purestep.engine.upload import sent, sent_tensor
-from purestep.models.decoder import forward
-from purestep.models.fused import fused_forward
+from purestep.models.decoder import add_deltas_, forward
+from purestep.models.fused import fused_forward, padded_logits
 from purestep.state.batch import Batch
 from purestep.state.engine import DeviceState
 from purestep.state.errors import StepError
@@ -136,8 +136,7 @@ def _queued(
         batch, hidden_TD = _forward(program, pool, plan, embeds, seen, drawn_S)
         raw_SV = None
         if plan.sampled_R.any():
-            index_S, lora = batch.logits_index_S, batch.head_lora
-            raw_SV = program.ends.logits(program.params, hidden_TD, index_S, pool.head, lora)
+            raw_SV = _logits(program, pool, plan, batch, hidden_TD)
         scores = [_scored(program, pool, plan, row, hidden_TD) for row in plan.scored]
         found = _sampled(program, device, plan, raw_SV, scores, seen, faults)
     # At the end, as the state before a step that fails knows nothing of them.
@@ -207,9 +206,38 @@ def _forward(
         gather_(batch.token_T, plan, drawn_S)
     if fused:
         args = batch, config.model, program.fused_layer, pool.embed
+        uniform = _like_a_graph(program, plan) and plan.descriptor.uniform_decode
+        extras["uniform"] = uniform and batch.end_T is None
         return batch, fused_forward(params, pool.layers, pool.kv, *args, **extras)
     args = batch, config.model, program.layer, pool.embed
     return batch, forward(params, pool.layers, pool.kv, *args, **extras)
+
+
+def _like_a_graph(program: Program, plan: StepPlan) -> bool:
+    """Whether a step is computed as the graph of its shape has it, though it is not replayed: what
+    one row asks for must not change the bits of others."""
+    return program.graphs and has_graph(program.config, plan.descriptor)
+
+
+def _logits(
+    program: Program, pool: Pool, plan: StepPlan, batch: Batch, hidden_TD: torch.Tensor
+) -> torch.Tensor:
+    """fp32 logits [S, V] of the rows that are sampled."""
+    params, ends, index_S = program.params, program.ends, batch.logits_index_S
+    if not _like_a_graph(program, plan):
+        return ends.logits(params, hidden_TD, index_S, pool.head, batch.head_lora)
+    R, S, (V, _) = plan.descriptor.num_rows, len(index_S), params.head_VD.shape
+    out_RV = torch.empty((R, V), dtype=torch.float32, device=hidden_TD.device)
+    if plan.descriptor.uniform_decode:
+        padded_logits(params, hidden_TD, None, out_RV, ends)
+        raw_SV = out_RV.index_select(0, index_S)
+    else:
+        padded_logits(params, hidden_TD, F.pad(index_S, (0, R - S)), out_RV, ends)
+        raw_SV = out_RV[:S]
+    if batch.head_lora is not None:
+        x_SD = hidden_TD.index_select(0, index_S)
+        add_deltas_(raw_SV, x_SD, pool.head, batch.head_lora, raw_SV.shape[1:])
+    return raw_SV
 
 
 def _scored(

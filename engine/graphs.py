@@ -27,7 +27,7 @@ from purestep.engine.pack import (
 )
 from purestep.engine.pool import Pool, claim
 from purestep.engine.program import Program
-from purestep.models.fused import decode_logits
+from purestep.models.fused import step_logits
 from purestep.state.adapters import Residence
 from purestep.state.batch import Batch
 from purestep.state.engine import EngineState
@@ -74,8 +74,9 @@ def graphs_of(pool: Pool) -> Graphs:
 
 def _no_tables(R: int, M: int, device: str) -> Tensor:
     """Block tables [R, M] of zeros. A compiler makes graphs of its own for tensors at the beginning
-    of their memory, which eager steps' tables are not, and for two with one offset."""
-    offset = 1028
+    of their memory, which eager steps' tables are not, and for two with one offset in theirs, so
+    they lie behind all that a step's other arrays take."""
+    offset = 1 << 20
     return torch.zeros(offset + R * M, dtype=torch.int32, device=device)[offset:].view(R, M)
 
 
@@ -84,7 +85,7 @@ def can_replay(config: Config, plan: StepPlan) -> bool:
     logits is wanted, whose tokens stand in a line and see what is before them, and whose adapters
     leave embedding and head alone. A decode step's graph has logits of its rows in their order, so
     all must be sampled."""
-    plain = not (plan.scored or plan.hidden or plan.embedded or plan.merges)
+    plain = not (plan.scored or plan.hidden or plan.embedded or plan.encodes or plan.merges)
     plain = plain and plan.end_T is None and not positions_differ(plan)
     plain = plain and not any({"embed", "head"} & {*place.linears} for place in plan.residents)
     plain = plain and (plan.sampled_R.all() or not plan.descriptor.uniform_decode)
@@ -118,11 +119,12 @@ def enqueue(
     if graph is None or graph.program is not program:
         graph = capture(program, pool, plan.descriptor)
         graphs.captured[plan.descriptor] = graph
-    arrays, size = bucket_arrays(pool.config, plan), len(graph.inputs)
+    arrays = bucket_arrays(pool.config, plan)
     told = graphs.staging.send(arrays, pool.config.device)
-    graph.inputs.copy_(told[:size])
-    (r, m), nbytes = arrays["block_table_RM"].shape, arrays["block_table_RM"].nbytes
-    table_rm = told[size : size + nbytes].view(torch.int32).view(r, m)
+    spots, _ = layout({name: (a.shape, a.dtype) for name, a in arrays.items()})
+    start, (r, m), _ = spots["block_table_RM"]  # the last
+    graph.inputs.copy_(told[:start])  # raises for what is laid out in another way
+    table_rm = told[start : start + 4 * r * m].view(torch.int32).view(r, m)
     graph.batch.block_table_RM[:r, :m].copy_(table_rm)
     if token_S is not None:
         graph.batch.token_T[: len(token_S)].copy_(token_S)
@@ -156,7 +158,7 @@ def capture(program: Program, pool: Pool, shape: BatchDescriptor) -> Graph:
     args = *args, graphs.logits_RV[: shape.num_rows], program.fused_layer, program.ends
 
     def run() -> None:
-        decode_logits(*args, uniform=shape.uniform_decode)
+        step_logits(*args, uniform=shape.uniform_decode)
 
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from purestep.engine.config import graph_size
 from purestep.engine.image_processor import ImageProcessor, load_image_processor
 from purestep.engine.memory import (
     check_tp,
@@ -153,8 +154,7 @@ def memory_plan(model: ModelConfig, wishes: Wishes, tower: Tower | None = None) 
 
 def _graph(wishes: Wishes) -> tuple[int, int]:
     """The most (tokens, rows) of any graph."""
-    tokens, rows = wishes.graph_tokens, wishes.graph_rows
-    return max(tokens, rows), max(rows, min(tokens, wishes.max_rows))
+    return graph_size(wishes.graph_tokens, wishes.graph_rows, wishes.max_rows)
 
 
 def _tower_slot(wishes: Wishes, tower: Tower | None) -> int:

@@ -69,7 +69,7 @@ class Program:
     fused_layer: FusedLayerFn  # the same in our own kernels (models/fused.py)
     ends: Ends  # embedding, head and sampler, compiled or not
     fused: bool  # which is the one that runs
-    graphs: bool  # and decode steps of theirs are captured and replayed, which takes a GPU
+    graphs: bool  # and steps of theirs are captured and replayed, which takes a GPU
     room: Room | None  # what the weights lie in, with rows beneath for the adapters of one pool
     tokenizer: Any  # a transformers tokenizer, or None
     processors: Map[str, Processor]  # logits processors that requests may name

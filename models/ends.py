@@ -26,7 +26,7 @@ class Ends:
 
     embed: EmbedFn  # [T, D]
     logits: LogitsFn  # fp32 [S, V]
-    head_linear: HeadFn  # the same for decode steps that are captured
+    head_linear: HeadFn  # the same for steps that have a graph's shape
     edited: Callable[[Tensor, Mapping[str, Tensor]], tuple[Tensor, Tensor]]  # [S, V] and [S]
     greedy: Callable[[Tensor], Tensor]  # int32 [2, S]
     draw: Callable[[Tensor, Tensor, Draws, int], Tensor]  # int32 [2, S]

@@ -166,7 +166,7 @@ def adapted(
     return found, rows.wide_WD
 
 
-def decode_logits(
+def step_logits(
     params: Params,
     adapters: Sequence[LayerAdapters],
     kv: Sequence[Tensor],
@@ -182,5 +182,13 @@ def decode_logits(
     rows: what a graph holds."""
     args = params, adapters, kv, batch, config, layer_fn
     x_TD = fused_forward(*args, uniform=uniform, embed_fn=ends.embed)
-    x_SD = x_TD if uniform else x_TD.index_select(0, batch.logits_index_S)
-    return ends.head_linear(x_SD, params.head_VD, out_SV)
+    return padded_logits(params, x_TD, None if uniform else batch.logits_index_S, out_SV, ends)
+
+
+def padded_logits(
+    params: Params, x_TD: Tensor, index_R: Tensor | None, out_RV: Tensor | None, ends: Ends
+) -> Tensor:
+    """fp32 logits [R, V] of the token rows `index_R`, or of all, not rounded to the model's format:
+    as a graph has them, whose number of rows hangs on its shape alone."""
+    x_RD = x_TD if index_R is None else x_TD.index_select(0, index_R)
+    return ends.head_linear(x_RD, params.head_VD, out_RV)

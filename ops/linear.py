@@ -1,4 +1,5 @@
-"""linear: the product with a linear's weights, in the form that a device runs fastest.
+"""linear: the product with a linear's weights, in the form that a CPU runs fastest; and cuBLAS's,
+for `lora_linear`.
 
 T token rows, D input width, O output width, n blocks of w outputs.
 """

@@ -36,7 +36,7 @@ def paged_attention(
 
     Nothing but the visible keys of a row is read into its result: other rows, unused blocks, the
     rest of the last block and table entries past the context may hold anything. A row's bits
-    depend on its own n and c, not on the batch around it.
+    depend on its own n and c, and on a GPU on T and R, not on what other rows hold.
 
     Where tokens see each other in both directions (within an image), `end_T` is the position behind
     the last that a query sees, at most c; what is not beyond its own position, 0 say, changes

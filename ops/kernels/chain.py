@@ -27,11 +27,11 @@ def follow(CHAINED: tl.constexpr):
 def chained(x: torch.Tensor, num_tokens: int) -> dict[str, Any]:
     """What the launch of a kernel that calls `follow` takes, by the device of an argument and the
     token rows that there are."""
-    if num_tokens <= MOST_TOKENS and x.is_cuda and _is_hopper(x.get_device()):
+    if num_tokens <= MOST_TOKENS and x.is_cuda and _can_chain(x.get_device()):
         return {"CHAINED": True, "launch_pdl": True}
     return {"CHAINED": False}
 
 
 @cache
-def _is_hopper(device: int) -> bool:
+def _can_chain(device: int) -> bool:
     return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

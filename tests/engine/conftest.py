@@ -4,7 +4,7 @@ import pytest
 
 from purestep.engine import Program, graphs
 from purestep.engine.graphs import Graph, graphs_of, padding
-from purestep.models.fused import decode_logits
+from purestep.models.fused import step_logits
 from purestep.state.plan import BatchDescriptor
 
 
@@ -22,7 +22,7 @@ def eager_graphs(monkeypatch: pytest.MonkeyPatch) -> list[BatchDescriptor]:
         def replay() -> None:
             replays.append(shape)
             own = *args, out, program.fused_layer, program.ends
-            decode_logits(*own, uniform=shape.uniform_decode)
+            step_logits(*own, uniform=shape.uniform_decode)
 
         return Graph(inputs=inputs, batch=batch, replay=replay, program=program)
 

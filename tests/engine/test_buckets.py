@@ -47,6 +47,7 @@ def test_the_key_fits_and_is_the_smallest(tokens, rows, max_rows, num_tokens, da
         found = [b for b in rows if b >= num_rows]
         assert has_graph(config, key) == bool(found)
         assert key.num_rows == min(found, default=num_rows)
+        assert key.num_tokens == key.num_rows or not rows
 
 
 @given(buckets(), buckets(), st.integers(1, 8), st.integers(0, 24))

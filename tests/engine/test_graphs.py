@@ -24,7 +24,7 @@ from purestep.engine import (
 from purestep.engine.config import describe, has_graph
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.options import default_row_buckets
-from purestep.models.fused import decode_logits
+from purestep.models.fused import step_logits
 from tests.engine.test_compile import ENDS, KINDS, assert_same
 from tests.engine.tiny import (
     Driver,
@@ -152,7 +152,7 @@ def test_replay_equals_eager_bit_for_bit() -> None:
             graph = graphs_of(pool).captured[plan.descriptor]
             batch = graph.batch
             args = program.params, pool.layers, pool.kv, batch, state.config.model
-            want = decode_logits(*args, uniform=True)
+            want = step_logits(*args, uniform=True)
         assert torch.equal(got, want[: len(plan.row_ids)]), (rows, active, mixed)
         assert torch.isfinite(got).all()
         for kv, other in zip(pool.kv, after, strict=True):

@@ -1,7 +1,9 @@
 """Steps that compute parts of prompts as CUDA graphs: replaying one changes nothing. Without a GPU
 graphs are played by their eager functions."""
 
+from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 
 import numpy as np
 import pytest
@@ -21,7 +23,7 @@ from purestep.engine.ahead import follows
 from purestep.engine.graphs import can_replay, graphs_of, replay
 from purestep.engine.options import default_token_buckets
 from purestep.engine.pack import pack_fused
-from purestep.models.fused import decode_logits
+from purestep.models.fused import step_logits
 from purestep.state.plan import BatchDescriptor, StepPlan
 from purestep.state.request import frozen
 from tests.engine.test_graphs import RANKS, gpu_program, needs_gpu, with_ranks
@@ -135,6 +137,34 @@ def test_what_is_no_graph_is_computed_eagerly(eager_graphs: list[BatchDescriptor
         same(found[1], found[0])
 
 
+def bits(done: dict) -> dict:
+    return {name: (c.tokens.tolist(), c.logprobs.tolist()) for name, c in done.items()}
+
+
+def same_bits_where_refused(
+    program: Program, fresh: Callable[[], EngineState], names: list
+) -> None:
+    """What keeps a step from being replayed, a neighbour's wish say, changes no bit of its rows."""
+    items = [
+        request(str(n), prompt(n, 3 + 11 * n % 37), names[n % len(names)], max_tokens=2 + 3 * n % 9)
+        for n in range(9)
+    ]
+    want = history(program, fresh(), items, step)
+    with pytest.MonkeyPatch.context() as patch:
+        module = import_module("purestep.engine.execute")  # the package has a function of this name
+        patch.setattr(module, "can_replay", lambda *_: False)
+        got = history(program, fresh(), items, step)
+    assert bits(got) == bits(want)
+
+
+def test_refused_steps_have_the_bits_of_replayed_ones(
+    eager_graphs: list[BatchDescriptor],
+) -> None:
+    _, program = pair()
+    same_bits_where_refused(program, lambda: with_adapters(program), [None, "a", "b"])
+    assert {shape.uniform_decode for shape in eager_graphs} == {True, False}
+
+
 def mixing(
     program: Program, state: EngineState, decodes: list[str | None], chunks: list[tuple]
 ) -> tuple[EngineState, StepPlan]:
@@ -166,7 +196,7 @@ def eagerly(program: Program, state: EngineState, plan: StepPlan) -> torch.Tenso
     index_R[: len(batch.logits_index_S)] = batch.logits_index_S
     batch = replace(batch, logits_index_S=index_R)
     args = program.params, pool.layers, pool.kv, batch, state.config.model
-    return decode_logits(*args, uniform=False)[: int(plan.sampled_R.sum())]
+    return step_logits(*args, uniform=False)[: int(plan.sampled_R.sum())]
 
 
 def replay_equals_eager(program: Program, state: EngineState, plan: StepPlan) -> None:
@@ -314,6 +344,14 @@ def test_what_is_unused_changes_no_bit_on_a_gpu() -> None:
     for decodes, chunks in gpu_cases()[7::3]:
         state, plan = mixing(program, with_ranks(program, RANKS), decodes, chunks)
         unused_changes_no_bit(program, state, plan)
+
+
+@gpu
+@needs_gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_refused_steps_have_the_bits_of_replayed_ones_on_a_gpu(dtype: str) -> None:
+    program = gpu_program(dtype, **SIZES)
+    same_bits_where_refused(program, lambda: with_ranks(program, RANKS), [None, "0", "2", "4"])
 
 
 @gpu

@@ -11,12 +11,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from purestep.ops.kernels import deltas, elementwise, folded, products
+from purestep.ops.kernels import attention, deltas, elementwise, folded, products
 
 HOPPER = GPUTarget("cuda", 90, 32)
 COMMON = {"DTYPE": tl.bfloat16, "PRECISION": "tf32", "BLOCK_T": 16, "BLOCK_N": 128, "EVEN": True}
 COMMON |= {"CHAINED": True, "BLOCKS": 2, "PIECES": 1}
-INTS = {"row_ptr": "*i32", "span_ptr": "*i32", "token_ptr": "*i32", "index_ptr": "*i64"}
+TILE = {"K": 2, "G": 4, "H": 96, "BLOCK_H": 128, "BLOCK_SIZE": 16, "WINDOW": 0}
+INTS = {f"{name}_ptr": "*i32" for name in ("row", "span", "token", "start", "context", "table")}
+INTS |= {"index_ptr": "*i64", "end_ptr": "*i64"}
 HEAD = {"N": 8, "K": 2, "H": 96, "C": 64, "BLOCK_C": 32, "BLOCK_R": 32, "NORM": True}
 
 
@@ -27,6 +29,16 @@ def cases() -> list[tuple[Any, dict[str, Any]]]:
         found.append((folded._gated_mul, {**both, "GELU": parts == 4}))
         found.append((folded._rope_write, {**both, **HEAD}))
         found.append((elementwise._add_norm, {**both, "ADD": True, "INNER": False, "BLOCK": 64}))
+        found.append((elementwise._gated_mul, {"PARTS": parts, "GELU": parts == 4, "BLOCK": 64}))
+        found.append((elementwise._rope_write, {"PARTS": parts, **HEAD, "BLOCK_H": 128}))
+    pieces = {"PARTS": 0, "H_PARTS": 0, "PIECES": 4}
+    found.append((folded._gated_mul, {**pieces, "GELU": False}))
+    found.append((folded._rope_write, {**pieces, **HEAD}))
+    for rows, splits, ends in (("uniform", 4, False), ("single", 1, False), ("longer", 1, True)):
+        shape = {"BLOCK_M": 16 if rows != "longer" else 64, "BLOCK_Q": 1, "BLOCK_C": 32}
+        form = {"ROWS": rows, "SPLITS": splits, "ENDS": ends}
+        found.append((attention._attend, {**TILE, **shape, **form}))
+    found.append((attention._combine, {"H": 96, "BLOCK_H": 128, "Z": 4}))
     for parts, add in ((0, True), (4, True), (4, False)):
         found.append((deltas._expand, {"PARTS": parts, "ADD": add}))
     found.append((deltas._shrink, {"S": 3, "BLOCK_D": 64}))
@@ -39,7 +51,9 @@ def compile_one(kernel: Any, values: dict[str, Any]) -> None:
     names = kernel.arg_names
     consts = {name: value for name, value in (COMMON | values).items() if name in names}
     h_parts = values.get("H_PARTS", values.get("PARTS", 1))
-    kinds = INTS | {"h_ptr": "*fp32" if h_parts else "*bf16", "eps": "fp32"}
+    kinds = INTS | {"h_ptr": "*fp32" if h_parts else "*bf16", "eps": "fp32", "scale": "fp32"}
+    kinds |= {"stat_ptr": "*fp32", "part_ptr": "*fp32"}
+    kinds |= {"o_ptr": "*fp32"} if values.get("SPLITS", 1) > 1 else {}
     kinds["y_ptr"] = "*fp32" if values.get("PARTS", 1) and not values.get("ADD") else "*bf16"
     signature = {
         name: "constexpr"

@@ -76,10 +76,14 @@ def test_attention(counts, contexts, N, K, H, window, dtype, tolerance) -> None:
         args = (start.to(DEVICE), context.to(DEVICE), table.to(DEVICE), H**-0.5, window)
         return attention.launch(q, kv, *args, **options)
 
-    long_shape = attention.tile_shape(False, False, True, 64, dtype == torch.float32)
+    BLOCK_H = triton.next_power_of_2(H)
+    long_shape = attention.tile_shape(False, False, True, BLOCK_H, dtype == torch.float32)
     for shape in (None, long_shape):
         got = have(start, context, q, shape=shape)
         assert close(got, want(start, context, q), tolerance)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention, "LONG", 1)
+        assert torch.equal(have(start, context, q), got), "by tokens and rows alone"
     assert not got[-3:].any()
     one = torch.arange(R + 1, dtype=torch.int32)
     one[-1], context[-1] = R - 1, 0  # the last row is padding
