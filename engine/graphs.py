@@ -75,8 +75,8 @@ def graphs_of(pool: Pool) -> Graphs:
 def _no_tables(R: int, M: int, device: str) -> Tensor:
     """Block tables [R, M] of zeros. A compiler makes graphs of its own for tensors at the beginning
     of their memory, which eager steps' tables are not, and for two with one offset in theirs, so
-    they lie behind all that a step's other arrays take."""
-    offset = 1 << 20
+    they lie behind all that a step's other arrays take; where there are no graphs, nowhere."""
+    offset = 1 << 20 if R else 0
     return torch.zeros(offset + R * M, dtype=torch.int32, device=device)[offset:].view(R, M)
 
 

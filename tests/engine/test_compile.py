@@ -118,10 +118,11 @@ def test_plain_torch_is_warm_too_and_its_ends_keep_their_bits() -> None:
 
 
 @needs_compiler
-@pytest.mark.usefixtures("backend")
 @pytest.mark.filterwarnings("ignore::UserWarning:peft")
-def test_adapters_on_embedding_and_head_have_a_graph_each() -> None:
+def test_adapters_on_embedding_and_head_have_a_graph_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compiled when they are met, once: counts, ranks and which of them there are vary."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.utils.counters.clear()
     family, options = "llama-tied", {"max_batched_tokens": 256, "num_blocks": 200}
     program, eager = (tiny_program(family, compile=on, **options) for on in (True, False))
     state, plain = vocabulary.with_all(program, family), vocabulary.with_all(eager, family)
