@@ -97,7 +97,7 @@ def test_head_and_sampler_launch_the_same_kernels(monkeypatch: pytest.MonkeyPatc
     counters, ends = torch._dynamo.utils.counters, compile_ends()
     counters.clear()
     w_VD = torch.randn(4200, 64, generator=torch.Generator().manual_seed(0)).half()
-    for S in (1, 2, 5):
+    for S in (1, 3):
         x_SD = torch.randn(S, 64, generator=torch.Generator().manual_seed(S)).half()
         want = sampled_bits(EAGER, x_SD, w_VD, monkeypatch)
         got = sampled_bits(ends, x_SD, w_VD, monkeypatch)

@@ -261,7 +261,7 @@ def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
         (5, 80, 24, 40, "silu"),
         (50, 64, 256, 32, "gelu_pytorch_tanh"),
         (70, 64, 352, 40, "silu"),
-        (600, 32, 64, 32, "gelu_pytorch_tanh"),
+        (514, 32, 32, 32, "gelu_pytorch_tanh"),
     ],
 )
 def test_activation_with_deltas(T, width, F, P, activation, dtype, tolerance) -> None:
@@ -398,7 +398,7 @@ def test_kv_write() -> None:
     torch.testing.assert_close(kv.cpu(), want, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("vocab", [9, 4096, 8219])
+@pytest.mark.parametrize("vocab", [9, 8219])
 def test_draw(vocab: int) -> None:
     """The tokens and logprobs of plain torch: warm and greedy rows, cut ones, edited logits, keys
     of 64 bits, counters beyond 16; the lowest of equal ids, some id where a logit is NaN."""
