@@ -85,7 +85,7 @@ def cut(num_tokens: int, width: int, num_multiprocessors: int) -> int:
     cuBLAS gives each multiprocessor of an H200 256 tokens x 128 outputs at a time. Of 28,672
     outputs (gate and up of Llama 8B) the second round has 92 for 132, and takes as long as the
     first; a product of its own has smaller tiles: 87 us for 94, with 256 rows of A beneath 89 for
-    97. Fewer tokens, and widths that fill a last round less or more, gain nothing.
+    97. Fewer tokens, and widths that fill a last round less or more, mostly lose.
     """
     whole = 128 * num_multiprocessors
     return whole if 192 < num_tokens <= 256 and 1.6 * whole < width < 1.8 * whole else 0

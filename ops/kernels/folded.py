@@ -133,8 +133,9 @@ def _gated_mul(
 
 def gated_shape(T: int, wide: bool) -> tuple[int, int, int, int, int | None]:
     """(BLOCK_T, BLOCK_N, BLOCKS, warps, registers of a thread), by what was fastest on an H200: for
-    Llama 8B's MLP and 8 adapters at 256 rows 0.5 us over the base's, one block at a time 2; at
-    8,192 236 us (the base's 175), with whole tiles of 64 tokens 258, one block at a time 339."""
+    Llama 8B's MLP and 8 adapters at 256 rows 0.5 us over the base's, one block at a time 2 (with B
+    in the cache; 5 in a step, where it is not); at 8,192 236 us (the base's 175), with whole tiles
+    of 64 tokens 258, one block at a time 339."""
     if wide:
         return 16, 32, 1, 4, None
     if tile_size(T) > 16:
