@@ -93,6 +93,19 @@ def test_a_cut_lies_inside_and_between_rounds(T: int, O: int, num: int) -> None:
     assert not first or T > SKINNY
 
 
+def test_gate_and_up_of_256_rows_are_cut() -> None:
+    """Llama 8B's on an H200, with rows of A beneath and without; nothing else of it is."""
+    for T, width, first in (
+        (256, 28672, 16896),
+        (256, 28672 + 256, 16896),
+        (192, 28672, 0),
+        (257, 28672, 0),
+        (256, 6144, 0),
+        (256, 128256, 0),
+    ):
+        assert cut(T, width, 132) == first
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("T", [192, 193, 256, 257])
