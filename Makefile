@@ -3,6 +3,9 @@
 PYTHON ?= python3
 VENV   ?= .venv
 RUN    := $(VENV)/bin/python
+# Processes that share the tests: each has one thread and up to a GB.
+JOBS   ?= auto
+SHARED := -n $(JOBS) --maxprocesses 4 --dist worksteal
 
 .PHONY: demo test test-all test-fast gpu-check lint bench adapters vlm clean
 
@@ -10,14 +13,14 @@ demo: $(VENV)/ready
 	$(RUN) -m tests.examples.demo
 
 test: $(VENV)/ready
-	$(RUN) -m pytest -m "not slow"
+	$(RUN) -m pytest -m "not slow" $(SHARED)
 
 # With the long runs: deliberate bugs, killed batch runs, a million lines. The better part of an hour.
 test-all: $(VENV)/ready
 	$(RUN) -m pytest
 
 test-fast: $(VENV)/ready
-	$(RUN) -m pytest -m "not slow and not model"
+	$(RUN) -m pytest -m "not slow and not model" $(SHARED)
 
 # On a machine with an NVIDIA GPU, torch for CUDA and triton: `make gpu-check RUN=python3` takes the
 # installed ones instead of a fresh environment.
