@@ -17,16 +17,15 @@ LONG = 1000  # tokens of a row, on average, from which on tiles have more keys
 
 
 @triton.jit
-def _row_of(start_ptr, pid, num_rows, BLOCK_Q: tl.constexpr):
-    """The last r of 0..num_rows whose first tile, start[r] // BLOCK_Q + r, is not after `pid`."""
-    left, right = 0, num_rows
-    while left < right:
-        middle = (left + right + 1) // 2
-        if tl.load(start_ptr + middle).to(tl.int32) // BLOCK_Q + middle <= pid:
-            left = middle
-        else:
-            right = middle - 1
-    return left
+def _row_of(start_ptr, pid, num_rows, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The last r of 0..num_rows whose first tile, start[r] // BLOCK_Q + r, is not after `pid`. They
+    are counted: a search would wait for memory at each of its turns."""
+    found = 0
+    for begin in range(0, num_rows + 1, BLOCK_R):
+        r = begin + tl.arange(0, BLOCK_R)
+        start = tl.load(start_ptr + r, mask=r <= num_rows, other=0).to(tl.int32)
+        found += tl.sum(((start // BLOCK_Q + r <= pid) & (r <= num_rows)).to(tl.int32), 0)
+    return found - 1
 
 
 @triton.jit
@@ -145,7 +144,7 @@ def _attend(
         live = context > 0
     else:
         pid = tl.num_programs(0) - 1 - tl.program_id(0)  # the long ones first
-        row = _row_of(start_ptr, pid, num_rows, BLOCK_Q)
+        row = _row_of(start_ptr, pid, num_rows, BLOCK_Q, 256)
         live = row < num_rows
         begin = tl.load(start_ptr + row).to(tl.int32)
         end = tl.load(start_ptr + row + 1, mask=live, other=T).to(tl.int32)
