@@ -71,6 +71,8 @@ WORKLOADS = {
     "mixed": Workload(requests=64, prompt=64, new=32, cases=("base", "adapters8"), every=2),
 }
 SHARE = Workload(requests=64, prompt=512, new=16, cases=("base", "adapters8"))  # of W1, for peers
+# Of a step: 128 a multiprocessor of an H200, so that products of prompts come out in whole rounds.
+TOKENS = 16_896
 DRIVERS = {"ahead": step_ahead, "plain": step}
 
 
@@ -223,7 +225,7 @@ def program_of(
         num_blocks=work.requests * (-(-context // 16) + 1),
         max_context=context,
         max_rows=work.requests,
-        max_batched_tokens=max(work.requests, 8 if args.smoke else 8192),
+        max_batched_tokens=max(work.requests, 8 if args.smoke else TOKENS),
         max_active_adapters=max(1, most),
         max_registered_adapters=max(1, most),
         lora_rows=lora_rows,

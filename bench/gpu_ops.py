@@ -16,7 +16,7 @@ from torch import Tensor
 
 from bench.report import Figure, parser, report
 from purestep.ops.add_rms_norm import add_rms_norm
-from purestep.ops.gated_mul import gated_mul
+from purestep.ops.gated_linear import gated_mul
 from purestep.ops.lora_linear import (
     CHUNK,
     Deltas,

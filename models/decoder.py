@@ -13,7 +13,7 @@ from torch import Tensor
 
 from purestep.models.config import ModelConfig
 from purestep.models.rope import apply_rope, rope_table
-from purestep.ops.gated_mul import ACTIVATIONS
+from purestep.ops.gated_linear import ACTIVATIONS
 from purestep.ops.kv_write import kv_write_
 from purestep.ops.linear import linear as product
 from purestep.ops.lora_add import lora_add_

@@ -26,7 +26,7 @@ from purestep.models.decoder import (
 )
 from purestep.models.ends import EAGER, Ends
 from purestep.ops.add_rms_norm import add_rms_norm
-from purestep.ops.gated_mul import gated_mul
+from purestep.ops.gated_linear import gated_linear
 from purestep.ops.lora_linear import Deltas, lora_linear, shrunk_linear
 from purestep.ops.paged_attention import decode_attention, paged_attention
 from purestep.ops.rope_write import rope_write_
@@ -148,10 +148,9 @@ def mlp(
     tiles: LoraTiles | None,
     config: ModelConfig,
 ) -> Tensor:
-    sizes = (config.intermediate_size, config.intermediate_size)
     rows, wide_WD = adapted(adapters.gate_up if adapters is not None else None, tiles)
-    y, shrunk = shrunk_linear(x_TD, layer.gate_up_OD, layer.gate_up_bias_O, rows, sizes, wide_WD)
-    x_TF = gated_mul(y, x_TD.dtype, config.activation, shrunk)
+    bias_O, activation = layer.gate_up_bias_O, config.activation
+    x_TF = gated_linear(x_TD, layer.gate_up_OD, bias_O, rows, activation, wide_WD)
     rows, wide_WD = adapted(adapters.down if adapters is not None else None, tiles)
     return lora_linear(x_TF, layer.down_DF, layer.down_bias_D, rows, wide_WD)
 

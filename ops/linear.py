@@ -4,13 +4,12 @@ for `lora_linear`.
 T token rows, D input width, O output width, n blocks of w outputs.
 """
 
-from functools import cache
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from purestep.ops import native
+from purestep.ops.gpu import num_multiprocessors
 
 SKINNY = 64  # most tokens for which our own product is the faster one
 BLOCK_WIDTHS = (96, 64, 128, 48, 32)  # the best first
@@ -67,7 +66,7 @@ def linear_on_gpu(x_TD: Tensor, w_OD: Tensor, bias_O: Tensor | None = None) -> T
     """x W^T + bias by cuBLAS, in two products where `cut` says so."""
     first = 0
     if bias_O is None and x_TD.dtype != torch.float32:
-        first = cut(len(x_TD), len(w_OD), _num_multiprocessors(x_TD.get_device()))
+        first = cut(len(x_TD), len(w_OD), num_multiprocessors(x_TD.get_device()))
     return in_two(x_TD, w_OD, first) if first else F.linear(x_TD, w_OD, bias_O)
 
 
@@ -89,14 +88,6 @@ def cut(num_tokens: int, width: int, num_multiprocessors: int) -> int:
     """
     whole = 128 * num_multiprocessors
     return whole if 192 < num_tokens <= 256 and 1.6 * whole < width < 1.8 * whole else 0
-
-
-@cache
-def _num_multiprocessors(device: int) -> int:
-    """0 where there is no cuBLAS."""
-    return (
-        torch.cuda.get_device_properties(device).multi_processor_count if torch.version.cuda else 0
-    )
 
 
 # An op, since the compiler asks of a batched product whether a size it does not know is 1, and may

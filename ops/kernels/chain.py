@@ -7,12 +7,13 @@ fetching its weights meanwhile, costs up to 6%: its programs then lie where ther
 evenly.
 """
 
-from functools import cache
 from typing import Any
 
 import torch
 import triton
 import triton.language as tl
+
+from purestep.ops.gpu import capability
 
 MOST_TOKENS = 64
 
@@ -28,11 +29,6 @@ def follow(CHAINED: tl.constexpr):
 def chained(x: torch.Tensor, num_tokens: int) -> dict[str, Any]:
     """What the launch of a kernel that calls `follow` takes, by the device of an argument and the
     token rows that there are."""
-    if num_tokens <= MOST_TOKENS and x.is_cuda and _can_chain(x.get_device()):
+    if num_tokens <= MOST_TOKENS and x.is_cuda and capability(x.get_device()) >= (9, 0):
         return {"CHAINED": True, "launch_pdl": True}
     return {"CHAINED": False}
-
-
-@cache
-def _can_chain(device: int) -> bool:
-    return torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (9, 0)

@@ -139,6 +139,13 @@ def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool = False) -> Tensor:
 
 
 @triton.jit
+def turned(x, partner, cos, sin):
+    """Of two products the second is rounded, said, as a compiler else may choose another one in
+    each kernel."""
+    return tl.fma(x, cos, partner * sin)
+
+
+@triton.jit
 def _rope_write(
     y_ptr,
     q_ptr,
@@ -186,8 +193,7 @@ def _rope_write(
     cos = tl.load(cos_ptr + t * C + h, mask=h < C, other=1.0).to(tl.float32)[None, :]
     sin = tl.load(sin_ptr + t * C + h, mask=h < C, other=0.0).to(tl.float32)[None, :]
     sign = tl.where(h < C // 2, -1.0, 1.0)[None, :]
-    turned = x * cos + sign * partner * sin
-    x = tl.where(turns, turned, x).to(DTYPE)
+    x = tl.where(turns, turned(x, sign * partner, cos, sin), x).to(DTYPE)
     tl.store(q_ptr + t * N * H + offset, x, mask=live & (n < N)[:, None])
     place = tl.load(index_ptr + t).to(tl.int64)
     write = live & (n >= N)[:, None] & (place >= 0)

@@ -4,6 +4,8 @@ they are added on the way, for a tile of tokens of one adapter, or a piece of it
 Arguments are those of `elementwise` and `deltas`; tokens without an adapter get the same.
 """
 
+import math
+
 import torch
 import triton
 import triton.language as tl
@@ -15,16 +17,13 @@ from purestep.ops.kernels.deltas import (
     FORMATS,
     h_start,
     h_strides,
-    nothing,
     shrunk_of,
     tile_of,
 )
-from purestep.ops.kernels.elementwise import activated
+from purestep.ops.kernels.elementwise import activated, turned
 from purestep.ops.lora_linear import Shrunk, tile_size
 
-ROPE_TOKENS = 16  # of a program, a piece of a tile
-# Of a thread, so that many programs run at once and their waits for memory overlap.
-ROPE_REGISTERS = 80
+ROPE_TOKENS = 16  # of a program of the rotation, a piece of a tile
 
 
 @triton.jit
@@ -134,12 +133,12 @@ def _gated_mul(
 def gated_shape(T: int, wide: bool) -> tuple[int, int, int, int, int | None]:
     """(BLOCK_T, BLOCK_N, BLOCKS, warps, registers of a thread), by what was fastest on an H200: for
     Llama 8B's MLP and 8 adapters at 256 rows 0.5 us over the base's, one block at a time 2 (with B
-    in the cache; 5 in a step, where it is not); at 8,192 236 us (the base's 175), with whole tiles
-    of 64 tokens 258, one block at a time 339."""
+    in the cache; 5 in a step, where it is not); at 8,448 227 us (the base's 180), with pieces of 32
+    tokens 230, whole tiles of 64 258, one block at a time 339."""
     if wide:
         return 16, 32, 1, 4, None
     if tile_size(T) > 16:
-        return 32, 64, 8, 4, None
+        return 16, 64, 8, 4, None
     if T > 64:
         return 16, 64, 4, 4, None
     return (16, 128, 1, 4, 64) if T <= 16 else (16, 128, 1, 2, 128)
@@ -217,84 +216,111 @@ def _rope_write(
     PARTS: tl.constexpr,
     H_PARTS: tl.constexpr,
     NORM: tl.constexpr,
+    HEADS: tl.constexpr,
     BLOCK_T: tl.constexpr,
     PIECES: tl.constexpr,
     DTYPE: tl.constexpr,
     PRECISION: tl.constexpr,
     CHAINED: tl.constexpr,
 ):
+    """HEADS heads of one slice one after the other: what the next one reads is on its way while the
+    present one turns, and angles and its tokens' products with a first chunk of A stay."""
     follow(CHAINED)
     first = tl.load(token_ptr + tl.program_id(1) * BLOCK_T)
     t, here, low, high = tile_of(token_ptr, span_ptr, tl.program_id(1), BLOCK_T, PIECES)
     if first < 0:  # unused
         return
-    n = tl.program_id(0)
+    begin = tl.program_id(0) * HEADS
     # A head in three: the two halves that turn each other, and what does not turn.
     HALF: tl.constexpr = C // 2
     c, r = tl.arange(0, BLOCK_C), tl.arange(0, BLOCK_R)
     in_c, in_r = (c < HALF)[None, :], (r < H - C)[None, :]
     live_c, live_r = here[:, None] & in_c, here[:, None] & in_r
     width: tl.constexpr = (N + 2 * K) * H
-    y_at = (t * y_row + n * H)[:, None]
-    x1 = _addend(y_ptr, slab, y_at + c[None, :], live_c, PARTS)
-    x2 = _addend(y_ptr, slab, y_at + HALF + c[None, :], live_c, PARTS)
-    delta1, delta2 = nothing(BLOCK_T, BLOCK_C), nothing(BLOCK_T, BLOCK_C)
-    if C < H:
-        rest = _addend(y_ptr, slab, y_at + C + r[None, :], live_r, PARTS)
-        rest_delta = nothing(BLOCK_T, BLOCK_R)
-    slice_of = (n >= N).to(tl.int32) + (n >= N + K).to(tl.int32)
+    at_y = (t * y_row + begin * H)[:, None] + c[None, :]
+    next_x1 = _addend(y_ptr, slab, at_y, live_c, PARTS)
+    next_x2 = _addend(y_ptr, slab, at_y + HALF, live_c, PARTS)
+    place = tl.load(index_ptr + t, mask=here & (begin >= N), other=-1).to(tl.int64)
+    slice_of = (begin >= N).to(tl.int32) + (begin >= N + K).to(tl.int32)
     h_of_t = h_ptr + t * h_row + slice_of * h_slice
-    for at in range(low, high):
-        row = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
-        known = (row >= 0)[:, None]
-        b_row = b_ptr + (row.to(tl.int64) * width + n * H)[:, None]
-        shrunk = shrunk_of(h_of_t, here, at, row, h_slab, H_PARTS, DTYPE)
-        b = tl.load(b_row + c[None, :], mask=known & in_c, other=0.0)
-        delta1 = tl.dot(shrunk, b, delta1, input_precision=PRECISION)
-        b = tl.load(b_row + HALF + c[None, :], mask=known & in_c, other=0.0)
-        delta2 = tl.dot(shrunk, b, delta2, input_precision=PRECISION)
-        if C < H:
-            b = tl.load(b_row + C + r[None, :], mask=known & in_r, other=0.0)
-            rest_delta = tl.dot(shrunk, b, rest_delta, input_precision=PRECISION)
-    x1 = (x1.to(tl.float32) + delta1).to(DTYPE).to(tl.float32)
-    x2 = (x2.to(tl.float32) + delta2).to(DTYPE).to(tl.float32)
-    if C < H:
-        rest = (rest.to(tl.float32) + rest_delta).to(DTYPE).to(tl.float32)
-    turns = n < N + K
-    if NORM:
-        if turns:
-            square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
-            if C < H:
-                square += tl.sum(rest * rest, 1)
-            scale = tl.rsqrt(square / H + eps)[:, None]
-            w_row = norm_ptr + n * H
-            x1 = _scaled(x1, scale, w_row + c, c < HALF, DTYPE)
-            x2 = _scaled(x2, scale, w_row + HALF + c, c < HALF, DTYPE)
-            if C < H:
-                rest = _scaled(rest, scale, w_row + C + r, r < H - C, DTYPE)
+    adapted = low < high
+    row = tl.load(row_ptr + tl.arange(0, CHUNK) + low * CHUNK, mask=adapted, other=-1)
+    shrunk = shrunk_of(h_of_t, here & adapted, low, row, h_slab, H_PARTS, DTYPE)
+    b_row = b_ptr + (row.to(tl.int64) * width + begin * H)[:, None]
+    known_c, known_r = (row >= 0)[:, None] & in_c, (row >= 0)[:, None] & in_r
+    next_b1 = tl.load(b_row + c[None, :], mask=known_c, other=0.0)
+    next_b2 = tl.load(b_row + HALF + c[None, :], mask=known_c, other=0.0)
+    turns = begin < N + K
     at_cos = t[:, None] * C + c[None, :]
     cos1 = tl.load(cos_ptr + at_cos, mask=live_c & turns, other=1.0).to(tl.float32)
     sin1 = tl.load(sin_ptr + at_cos, mask=live_c & turns, other=0.0).to(tl.float32)
     cos2 = tl.load(cos_ptr + HALF + at_cos, mask=live_c & turns, other=1.0).to(tl.float32)
     sin2 = tl.load(sin_ptr + HALF + at_cos, mask=live_c & turns, other=0.0).to(tl.float32)
-    o1 = tl.where(turns, x1 * cos1 - x2 * sin1, x1).to(DTYPE)
-    o2 = tl.where(turns, x2 * cos2 + x1 * sin2, x2).to(DTYPE)
-    if n < N:
-        target, written = q_ptr + t * (N * H) + n * H, here
-    else:
-        place = tl.load(index_ptr + t, mask=here, other=-1).to(tl.int64)
-        target = kv_ptr + place * (K * H) + ((n - N) % K) * H + slice_of // 2 * half
-        written = here & (place >= 0)
-    tl.store(target[:, None] + c[None, :], o1, mask=written[:, None] & in_c)
-    tl.store(target[:, None] + HALF + c[None, :], o2, mask=written[:, None] & in_c)
-    if C < H:
-        tl.store(target[:, None] + C + r[None, :], rest.to(DTYPE), mask=written[:, None] & in_r)
+    for i in range(HEADS):
+        n = begin + i
+        x1, x2 = next_x1.to(tl.float32), next_x2.to(tl.float32)
+        b1, b2 = next_b1, next_b2
+        if C < H:
+            at_rest = (t * y_row + n * H + C)[:, None] + r[None, :]
+            rest = _addend(y_ptr, slab, at_rest, live_r, PARTS).to(tl.float32)
+            b_rest = tl.load(b_row + i * H + C + r[None, :], mask=known_r, other=0.0)
+        if HEADS > 1:
+            more, ahead = i + 1 < HEADS, (i + 1) * H
+            next_x1 = _addend(y_ptr, slab, at_y + ahead, live_c & more, PARTS)
+            next_x2 = _addend(y_ptr, slab, at_y + ahead + HALF, live_c & more, PARTS)
+            next_b1 = tl.load(b_row + ahead + c[None, :], mask=known_c & more, other=0.0)
+            next_b2 = tl.load(b_row + ahead + HALF + c[None, :], mask=known_c & more, other=0.0)
+        if adapted:
+            x1 = tl.dot(shrunk, b1, x1, input_precision=PRECISION)
+            x2 = tl.dot(shrunk, b2, x2, input_precision=PRECISION)
+            if C < H:
+                rest = tl.dot(shrunk, b_rest, rest, input_precision=PRECISION)
+        for at in range(low + 1, high):
+            row_c = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
+            h = shrunk_of(h_of_t, here, at, row_c, h_slab, H_PARTS, DTYPE)
+            row_b = b_ptr + (row_c.to(tl.int64) * width + n * H)[:, None]
+            there = (row_c >= 0)[:, None]
+            b = tl.load(row_b + c[None, :], mask=there & in_c, other=0.0)
+            x1 = tl.dot(h, b, x1, input_precision=PRECISION)
+            b = tl.load(row_b + HALF + c[None, :], mask=there & in_c, other=0.0)
+            x2 = tl.dot(h, b, x2, input_precision=PRECISION)
+            if C < H:
+                b = tl.load(row_b + C + r[None, :], mask=there & in_r, other=0.0)
+                rest = tl.dot(h, b, rest, input_precision=PRECISION)
+        x1, x2 = x1.to(DTYPE).to(tl.float32), x2.to(DTYPE).to(tl.float32)
+        if C < H:
+            rest = rest.to(DTYPE).to(tl.float32)
+        if NORM:
+            if turns:
+                square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+                if C < H:
+                    square += tl.sum(rest * rest, 1)
+                scale = tl.rsqrt(square / H + eps)[:, None]
+                w_row = norm_ptr + n * H
+                x1 = _scaled(x1, scale, w_row + c, c < HALF, DTYPE)
+                x2 = _scaled(x2, scale, w_row + HALF + c, c < HALF, DTYPE)
+                if C < H:
+                    rest = _scaled(rest, scale, w_row + C + r, r < H - C, DTYPE)
+        o1 = tl.where(turns, turned(x1, -x2, cos1, sin1), x1).to(DTYPE)
+        o2 = tl.where(turns, turned(x2, x1, cos2, sin2), x2).to(DTYPE)
+        if n < N:
+            target, written = q_ptr + t * (N * H) + n * H, here
+        else:
+            target = kv_ptr + place * (K * H) + ((n - N) % K) * H + slice_of // 2 * half
+            written = here & (place >= 0)
+        tl.store(target[:, None] + c[None, :], o1, mask=written[:, None] & in_c)
+        tl.store(target[:, None] + HALF + c[None, :], o2, mask=written[:, None] & in_c)
+        if C < H:
+            tl.store(target[:, None] + C + r[None, :], rest.to(DTYPE), mask=written[:, None] & in_r)
 
 
-def rope_warps(T: int) -> int:
-    """By what was fastest on an H200: at 8,192 tokens of Llama 8B 139 us with 2 (the base's 65),
-    142 with 4, with 8 and whole tiles of 64 tokens 162."""
-    return 4 if tile_size(T) == ROPE_TOKENS else 2
+def rope_shape(T: int, N: int, K: int) -> tuple[int, int | None]:
+    """(HEADS, registers of a thread), by what was fastest on an H200: 8,448 tokens of Llama 8B take
+    96 us (the base's 61), one head at a time 130; 256 rows 5.6, one at a time 5.9."""
+    heads, registers = (
+        (1, 80) if T <= 64 else (2, None) if tile_size(T) == ROPE_TOKENS else (8, 128)
+    )
+    return math.gcd(heads, N, K), registers
 
 
 def rope_write_(
@@ -313,7 +339,8 @@ def rope_write_(
     q_TNH = torch.empty((T, N, H), dtype=kv.dtype, device=y.device)
     X, size = deltas.token_XI.shape
     PIECES = size // ROPE_TOKENS
-    _rope_write[(N + 2 * K, X * PIECES)](
+    HEADS, registers = rope_shape(T, N, K)
+    _rope_write[((N + 2 * K) // HEADS, X * PIECES)](
         y,
         q_TNH,
         kv,
@@ -338,13 +365,14 @@ def rope_write_(
         PARTS=y.shape[0] if y.dim() == 3 else 0,
         H_PARTS=len(shrunk.h),
         NORM=norm_NH is not None,
+        HEADS=HEADS,
         BLOCK_T=ROPE_TOKENS,
         PIECES=PIECES,
         DTYPE=FORMATS[kv.dtype],
         PRECISION="ieee" if kv.dtype == torch.float32 else "tf32",
-        num_warps=rope_warps(T),
+        num_warps=4,
         num_stages=1,
-        maxnreg=ROPE_REGISTERS,
+        maxnreg=registers,
         **chained(y, T),
     )
     return q_TNH

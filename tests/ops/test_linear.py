@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from torch import Tensor
 
+from purestep.ops.gated_linear import ACTIVATIONS, gated_linear, gated_mul_ref
 from purestep.ops.linear import (
     BLOCK_WIDTHS,
     HAS_MKL,
@@ -118,3 +119,18 @@ def test_wide_products_on_a_gpu(T: int) -> None:
         got, want = linear_on_gpu(x_TD, w_OD), x_TD.double() @ w_OD.double().T
         assert (got.double() - want).norm() <= 5e-3 * want.norm()
         assert got.is_contiguous()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("T", [4095, 4096, 8448])
+def test_gate_and_up_of_many_tokens_on_a_gpu(T: int, activation: str) -> None:
+    """As one launch and as two, which fewer tokens take."""
+    torch.manual_seed(0)
+    x_TD = torch.randn(T, 512, device="cuda").to(torch.bfloat16)
+    w_OD = (torch.randn(2 * 1152, 512, device="cuda") * 512**-0.5).to(torch.bfloat16)
+    want = gated_mul_ref(x_TD.double() @ w_OD.double().T, torch.float64, activation)
+    got = gated_linear(x_TD, w_OD, None, None, activation)
+    assert (got.double() - want).norm() <= 5e-3 * want.norm()
+    assert torch.equal(gated_linear(x_TD, w_OD, None, None, activation), got)

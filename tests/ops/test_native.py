@@ -19,7 +19,7 @@ from torch import Tensor
 
 from purestep.ops import native
 from purestep.ops.add_rms_norm import add_rms_norm, add_rms_norm_ref
-from purestep.ops.gated_mul import gated_mul, gated_mul_ref
+from purestep.ops.gated_linear import gated_mul, gated_mul_ref
 from purestep.ops.linear import SKINNY
 from purestep.ops.lora_linear import CHUNK, Deltas, lora_linear_ref, shrunk_linear
 from purestep.ops.rope_write import rope_write_, rope_write_ref_

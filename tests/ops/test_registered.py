@@ -14,7 +14,13 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv, free_unbacked_symbols
 
-from purestep.ops import add_rms_norm, gated_mul, paged_attention, product, rope_write  # noqa: F401
+from purestep.ops import (  # noqa: F401
+    add_rms_norm,
+    gated_linear,
+    paged_attention,
+    product,
+    rope_write,
+)
 from purestep.ops.edit_logits import COLUMNS
 from purestep.ops.lora_linear import Deltas, Shrunk, deltas_of, flat, shrunk_of
 from purestep.ops.product import num_tokens, product_of, told
@@ -93,8 +99,8 @@ def cases() -> dict[str, tuple[Any, list[Any]]]:
         "rope and norm": (OPS.rope_write_, [*rope[:4], random(N + K, H), *rope[5:]]),
         "decode": (OPS.decode_attention, [random(T, N, H), kv, *places(), H**-0.5, 0]),
         "window": (OPS.decode_attention, [random(T, N, H), kv, *places(), H**-0.5, 2]),
-        "silu": (OPS.gated_mul, [[random(T, 2 * F)], torch.float32, "silu", []]),
-        "gelu": (OPS.gated_mul, [[random(T, 2 * F)], torch.float32, "gelu_pytorch_tanh", []]),
+        "silu": (OPS.gated_linear, [x, gate_up, random(2 * F), [], "silu"]),
+        "gelu": (OPS.gated_linear, [x, gate_up, None, adapters((F, F), D), "gelu_pytorch_tanh"]),
         "product": (OPS.lora_linear, [x, gate_up, random(2 * F), []]),
         "one slice": (OPS.lora_linear, [x, gate_up, None, adapters((2 * F,), D)]),
         "bare slices": (OPS.shrunk_linear, [x, gate_up, None, [], [F, F]]),
@@ -201,10 +207,9 @@ def test_fakes_of_a_gpu_know_no_lengths(few: torch.dtype, with_lora: bool) -> No
         tiles = [torch.empty(n, dtype=torch.int32, device="cuda") for n in ((48,), (4, 2), (3, 16))]
         lora = [a, b, *tiles] if with_lora else []
         found = OPS.shrunk_linear(x, w, None, lora, [F, F])
+        active = OPS.gated_linear(x, w, None, lora, "silu")
         lone = OPS.lora_linear(x, w, None, lora)
         *y, h = found if with_lora else [*found, None]
-        shrunk = [h, *lora] if with_lora else []
-        active = OPS.gated_mul(y, few, "silu", shrunk)
         total, normed = OPS.add_rms_norm(wide, lone, norm, 1e-5, None)
     if few == torch.float32:
         assert [z.shape for z in y] == [(T, 2 * F)]

@@ -12,15 +12,22 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from purestep.ops.kernels import attention, deltas, elementwise, folded, products
+from purestep.ops.kernels import attention, deltas, elementwise, folded, gated, products
 
 HOPPER = GPUTarget("cuda", 90, 32)
 COMMON = {"DTYPE": tl.bfloat16, "PRECISION": "tf32", "BLOCK_T": 16, "BLOCK_N": 128, "EVEN": True}
-COMMON |= {"CHAINED": True, "BLOCKS": 2, "PIECES": 1}
+COMMON |= {"CHAINED": True, "BLOCKS": 2, "HEADS": 2, "PIECES": 1}
 TILE = {"K": 2, "G": 4, "H": 96, "BLOCK_H": 128, "BLOCK_SIZE": 16, "WINDOW": 0}
 INTS = {f"{name}_ptr": "*i32" for name in ("row", "span", "token", "start", "context", "table")}
 INTS |= {"index_ptr": "*i64", "end_ptr": "*i64"}
 HEAD = {"N": 8, "K": 2, "H": 96, "C": 64, "BLOCK_C": 32, "BLOCK_R": 32, "NORM": True}
+
+PRODUCT = {"BLOCK_T": 128, "BLOCK_F": 128, "BLOCK_D": 64, "GROUP": 8, "PROGRAMS": 132}
+DESCRIPTORS = {
+    "x_desc": "tensordesc<bf16[128, 64]>",
+    "w_desc": "tensordesc<bf16[2, 128, 64]>",
+    "o_desc": "tensordesc<bf16[128, 128]>",
+}
 
 
 def cases() -> list[tuple[Any, dict[str, Any]]]:
@@ -42,7 +49,9 @@ def cases() -> list[tuple[Any, dict[str, Any]]]:
     found.append((attention._combine, {"H": 96, "BLOCK_H": 128, "Z": 4}))
     for parts, add in ((0, True), (4, True), (4, False)):
         found.append((deltas._expand, {"PARTS": parts, "ADD": add}))
+    found.append((deltas._expand, {"PARTS": 1, "ADD": True, "BLOCKS": 1, "EVEN": False}))
     found.append((deltas._shrink, {"S": 3, "BLOCK_D": 64}))
+    found.append((gated._gated, PRODUCT | {"GELU": False}))
     found.append((products._skinny, {"S": 2, "BLOCK_D": 64, "LORA": True, "BIAS": False}))
     return found
 
@@ -53,7 +62,7 @@ def compile_one(kernel: Any, values: dict[str, Any]) -> None:
     consts = {name: value for name, value in (COMMON | values).items() if name in names}
     h_parts = values.get("H_PARTS", values.get("PARTS", 1))
     kinds = INTS | {"h_ptr": "*fp32" if h_parts else "*bf16", "eps": "fp32", "scale": "fp32"}
-    kinds |= {"stat_ptr": "*fp32", "part_ptr": "*fp32"}
+    kinds |= {"stat_ptr": "*fp32", "part_ptr": "*fp32"} | DESCRIPTORS
     kinds |= {"o_ptr": "*fp32"} if values.get("SPLITS", 1) > 1 else {}
     kinds["y_ptr"] = "*fp32" if values.get("PARTS", 1) and not values.get("ADD") else "*bf16"
     signature = {

@@ -14,8 +14,8 @@ import triton.language as tl
 from purestep.models.config import RopeConfig
 from purestep.models.rope import rope_table
 from purestep.ops.add_rms_norm import add_rms_norm_ref
-from purestep.ops.gated_mul import gated_mul_ref
-from purestep.ops.kernels import attention, draw, elementwise, folded, greedy, products
+from purestep.ops.gated_linear import gated_mul_ref
+from purestep.ops.kernels import attention, draw, elementwise, folded, gated, greedy, products
 from purestep.ops.kernels.deltas import add_slices_, expand_, shrink
 from purestep.ops.kv_write import kv_write_ref_
 from purestep.ops.lora_linear import (
@@ -254,6 +254,47 @@ def test_products(T, width, O, P, dtype, tolerance) -> None:  # noqa: E741
         assert torch.equal(got, own), "what lies behind a product is not read"
 
 
+def test_the_activation_is_in_the_product_of_many_tokens_on_a_hopper_gpu() -> None:
+    llama, hopper = (4096, 14336), (9, 0)
+    assert gated.fits(4096, *llama, torch.bfloat16, hopper)
+    for T, D, F, dtype, capability in (
+        (4095, *llama, torch.bfloat16, hopper),
+        (4096, 4096 + 32, 14336, torch.bfloat16, hopper),
+        (4096, 4096, 14336 + 64, torch.bfloat16, hopper),
+        (4096, *llama, torch.float32, hopper),
+        (4096, *llama, torch.bfloat16, (8, 0)),
+        (4096, *llama, torch.bfloat16, (0, 0)),
+    ):
+        assert not gated.fits(T, D, F, dtype, capability)
+
+
+def test_deltas_of_many_tokens() -> None:
+    """Programs take pieces of tiles, and several blocks of outputs."""
+    torch.manual_seed(0)
+    T, O = 514, 304  # noqa: E741
+    x, y, lora = random(T, 16, dtype=HALF), random(T, O, dtype=HALF), deltas(T, 16, (O,), 32, HALF)
+    zeros, bare = torch.zeros(O, 16).double(), y.clone()
+    want = y.cpu().double() + lora_linear_ref(x.cpu().double(), zeros, None, wide(lora), (O,))
+    expand_(y, Shrunk(shrink(x, lora), lora), HALF)
+    assert close(y, want, 1e-2)
+    assert not close(bare, want, 1e-2)
+    assert torch.equal(y[1::3], bare[1::3])
+
+
+@pytest.mark.parametrize(
+    ("T", "width", "F", "activation"),
+    [(150, 192, 256, "silu"), (128, 64, 384, "gelu_pytorch_tanh"), (9, 128, 128, "silu")],
+)
+def test_activation_in_a_product(T, width, F, activation) -> None:
+    torch.manual_seed(0)
+    x, w = random(T, width, dtype=HALF), random(2 * F, width, dtype=HALF) / width**0.5
+    flat = lora_linear_ref(*(t.cpu().double() for t in (x, w)), None, None, (F, F))
+    got = gated.gated(x, w, activation != "silu")
+    assert close(got, gated_mul_ref(flat, torch.float64, activation), 1e-2)
+    y = flat.to(HALF).to(DEVICE)
+    assert close(got, elementwise.gated_mul(y, HALF, activation != "silu"), 1e-2)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("T", "width", "F", "P", "activation"),
@@ -308,8 +349,8 @@ def shrunk_parts(x, w, lora) -> tuple[torch.Tensor, torch.Tensor]:
     ("T", "N", "K", "H", "share", "norm"),
     [
         (5, 4, 2, 16, 1.0, True),
-        (50, 6, 2, 24, 0.5, False),
-        (70, 2, 1, 64, 1.0, True),
+        (66, 6, 2, 24, 0.5, False),
+        (70, 4, 2, 32, 1.0, True),
     ],
 )
 def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> None:
@@ -460,9 +501,11 @@ def log_all(x_ptr, out_ptr, N, BLOCK: tl.constexpr):
 def test_greedy() -> None:
     """The lowest of equal ids, across pieces too; NaN logprobs where a logit is not finite."""
     torch.manual_seed(0)
-    logits = torch.randn(5, 20_000)
+    logits = torch.randn(7, 20_000)
     logits[1, [5, 17, 9000]] = 9.0
     logits[2, 7], logits[3, 9], logits[4, :] = torch.nan, -torch.inf, 1.0
+    logits[5, 9000], logits[5, [9100, 12_000]] = torch.inf, torch.nan
+    logits[6, [3, 15_000]] = torch.inf
     tokens, bits = greedy.launch(logits.to(DEVICE)).cpu()
     assert tokens.tolist() == logits.argmax(-1).tolist()
     want = score(logits, logits.argmax(-1))
