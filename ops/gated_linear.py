@@ -34,9 +34,12 @@ def gated_linear(
     activation: str = "silu",
     wide_WD: Tensor | None = None,
 ) -> Tensor:
-    """activation(gate) * up, [T, F] in the model's format, of gate and up as `shrunk_linear` makes
-    them with weights [2F, D]; `activation` is one of ACTIVATIONS. On a GPU one launch for many
-    tokens without adapters."""
+    """activation(gate) * up, [T, F] in the model's format, of gate and up side by side in the
+    product with weights [2F, D] and each token's own delta; `activation` is one of ACTIVATIONS.
+
+    On a GPU one launch for many tokens, if none of them has an adapter; else what `shrunk_linear`
+    gives and `gated_mul` reads.
+    """
     if torch.compiler.is_dynamo_compiling():
         args = x_TD, w_OD, bias_O, flat(deltas), activation, wide_WD
         return torch.ops.purestep.gated_linear(*args)

@@ -21,11 +21,11 @@ def _row_of(start_ptr, pid, num_rows, BLOCK_Q: tl.constexpr, BLOCK_R: tl.constex
     """The last r of 0..num_rows whose first tile, start[r] // BLOCK_Q + r, is not after `pid`. They
     are counted: a search would wait for memory at each of its turns."""
     found = 0
-    for begin in range(0, num_rows + 1, BLOCK_R):
+    for begin in range(1, num_rows + 1, BLOCK_R):  # row 0 has the first one
         r = begin + tl.arange(0, BLOCK_R)
         start = tl.load(start_ptr + r, mask=r <= num_rows, other=0).to(tl.int32)
         found += tl.sum(((start // BLOCK_Q + r <= pid) & (r <= num_rows)).to(tl.int32), 0)
-    return found - 1
+    return found
 
 
 @triton.jit

@@ -48,12 +48,12 @@ def shrunk_of(h_row, here, at, row, h_slab, PARTS: tl.constexpr, DTYPE: tl.const
 
 
 @triton.jit
-def _b_of(b_ptr, row, n, O, EVEN: tl.constexpr):  # noqa: E741
-    """A chunk's rows of B."""
+def b_of(b_ptr, row, n, N, b_row, EVEN: tl.constexpr):
+    """A chunk's rows of B, of outputs n < N of a slice."""
     mask = (row >= 0)[:, None]
     if not EVEN:
-        mask &= (n < O)[None, :]
-    return tl.load(b_ptr + row.to(tl.int64)[:, None] * O + n[None, :], mask=mask, other=0.0)
+        mask &= (n < N)[None, :]
+    return tl.load(b_ptr + row.to(tl.int64)[:, None] * b_row + n[None, :], mask=mask, other=0.0)
 
 
 @triton.jit
@@ -159,7 +159,7 @@ def _expand(
     h_of_t = h_ptr + t * h_row
     row = tl.load(row_ptr + tl.arange(0, CHUNK) + low * CHUNK, mask=adapted, other=-1)
     h = shrunk_of(h_of_t, here & adapted, low, row, h_slab, PARTS, DTYPE)
-    next_b = _b_of(b_ptr, row, n, O, EVEN)
+    next_b = b_of(b_ptr, row, n, O, O, EVEN)
     y_of_t = y_ptr + (t * y_row)[:, None]
     if ADD:
         next_y = tl.load(y_of_t + n[None, :], mask=live, other=0.0)
@@ -176,7 +176,7 @@ def _expand(
                 n = tl.max_contiguous(tl.multiple_of(n, BLOCK_N), BLOCK_N)
             else:
                 live &= (n < O)[None, :]
-            next_b = _b_of(b_ptr, tl.where(more, row, -1), n, O, EVEN)
+            next_b = b_of(b_ptr, tl.where(more, row, -1), n, O, O, EVEN)
             if ADD:
                 next_y = tl.load(y_of_t + n[None, :], mask=live, other=0.0)
         if adapted:
@@ -184,7 +184,7 @@ def _expand(
         for at in range(low + 1, high):
             row_c = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
             h_c = shrunk_of(h_of_t, here, at, row_c, h_slab, PARTS, DTYPE)
-            b = _b_of(b_ptr, row_c, now, O, EVEN)
+            b = b_of(b_ptr, row_c, now, O, O, EVEN)
             acc = tl.dot(h_c, b, acc, input_precision=PRECISION)
         tl.store(y_of_t + now[None, :], acc.to(DTYPE) if ADD else acc, mask=live_now)
 

@@ -15,6 +15,7 @@ from purestep.ops.kernels.chain import chained, follow
 from purestep.ops.kernels.deltas import (
     CHUNK,
     FORMATS,
+    b_of,
     h_start,
     h_strides,
     shrunk_of,
@@ -33,16 +34,6 @@ def _addend(ptr, slab, offset, mask, PARTS: tl.constexpr):
     for part in tl.static_range(1, PARTS):
         x += tl.load(ptr + part * slab + offset, mask=mask, other=0.0)
     return x
-
-
-@triton.jit
-def _b_of(b_ptr, row, f, F, EVEN: tl.constexpr):
-    """A chunk's rows of B for gate and up."""
-    mask = (row >= 0)[:, None]
-    if not EVEN:
-        mask &= (f < F)[None, :]
-    b_ptrs = b_ptr + row.to(tl.int64)[:, None] * (2 * F) + f[None, :]
-    return tl.load(b_ptrs, mask=mask, other=0.0), tl.load(b_ptrs + F, mask=mask, other=0.0)
 
 
 @triton.jit
@@ -95,7 +86,8 @@ def _gated_mul(
     row = tl.load(row_ptr + tl.arange(0, CHUNK) + low * CHUNK, mask=adapted, other=-1)
     h_gate = shrunk_of(h_of_t, here & adapted, low, row, h_slab, H_PARTS, DTYPE)
     h_up = shrunk_of(h_of_t + h_slice, here & adapted, low, row, h_slab, H_PARTS, DTYPE)
-    next_b_gate, next_b_up = _b_of(b_ptr, row, f, F, EVEN)
+    next_b_gate = b_of(b_ptr, row, f, F, 2 * F, EVEN)
+    next_b_up = b_of(b_ptr + F, row, f, F, 2 * F, EVEN)
     for i in range(tl.minimum(BLOCKS, tl.cdiv(F - start, BLOCK_N))):
         gate, up, b_gate, b_up = (
             next_gate.to(tl.float32),
@@ -114,13 +106,16 @@ def _gated_mul(
         at_y = t[:, None] * y_row + f[None, :]
         next_gate = _addend(y_ptr, slab, at_y, live, PARTS)
         next_up = _addend(y_ptr, slab, at_y + F, live, PARTS)
-        next_b_gate, next_b_up = _b_of(b_ptr, tl.where(more, row, -1), f, F, EVEN)
+        next_row = tl.where(more, row, -1)
+        next_b_gate = b_of(b_ptr, next_row, f, F, 2 * F, EVEN)
+        next_b_up = b_of(b_ptr + F, next_row, f, F, 2 * F, EVEN)
         if adapted:
             gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
             up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
         for at in range(low + 1, high):
             row_c = tl.load(row_ptr + tl.arange(0, CHUNK) + at * CHUNK)
-            c_gate, c_up = _b_of(b_ptr, row_c, now, F, EVEN)
+            c_gate = b_of(b_ptr, row_c, now, F, 2 * F, EVEN)
+            c_up = b_of(b_ptr + F, row_c, now, F, 2 * F, EVEN)
             h = shrunk_of(h_of_t, here, at, row_c, h_slab, H_PARTS, DTYPE)
             gate = tl.dot(h, c_gate, gate, input_precision=PRECISION)
             h = shrunk_of(h_of_t + h_slice, here, at, row_c, h_slab, H_PARTS, DTYPE)

@@ -64,8 +64,10 @@ def _gated(
 
 def takes(x_TD: Tensor, w_OD: Tensor) -> bool:
     """Whether `gated` is there for them, and the faster way."""
-    sizes = len(x_TD), x_TD.shape[1], len(w_OD) // 2
-    return fits(*sizes, x_TD.dtype, capability(x_TD.get_device()))
+    (T, D), F = x_TD.shape, len(w_OD) // 2
+    # As descriptors must have it.
+    plain = all(x.is_contiguous() and x.data_ptr() % 16 == 0 for x in (x_TD, w_OD))
+    return plain and fits(T, D, F, x_TD.dtype, capability(x_TD.get_device()))
 
 
 def fits(T: int, D: int, F: int, dtype: torch.dtype, capability: tuple[int, int]) -> bool:
@@ -79,8 +81,8 @@ def gated(x_TD: Tensor, w_OD: Tensor, gelu: bool) -> Tensor:
     (T, D), F = x_TD.shape, len(w_OD) // 2
     o_TF = x_TD.new_empty(T, F)
     tiles = triton.cdiv(T, BLOCK_T) * triton.cdiv(F, BLOCK_F)
-    programs = min(tiles, num_multiprocessors(x_TD.get_device()) or 1)
-    _gated[(programs,)](
+    PROGRAMS = num_multiprocessors(x_TD.get_device()) or 1
+    _gated[(min(tiles, PROGRAMS),)](
         TensorDescriptor.from_tensor(x_TD, [BLOCK_T, BLOCK_D]),
         TensorDescriptor.from_tensor(w_OD.view(2, F, D), [2, BLOCK_F, BLOCK_D]),
         TensorDescriptor.from_tensor(o_TF, [BLOCK_T, BLOCK_F]),
@@ -91,7 +93,7 @@ def gated(x_TD: Tensor, w_OD: Tensor, gelu: bool) -> Tensor:
         BLOCK_F=BLOCK_F,
         BLOCK_D=BLOCK_D,
         GROUP=GROUP,
-        PROGRAMS=programs,
+        PROGRAMS=PROGRAMS,
         GELU=gelu,
         DTYPE=FORMATS[x_TD.dtype],
         num_warps=8,

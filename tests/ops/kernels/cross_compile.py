@@ -42,6 +42,7 @@ def cases() -> list[tuple[Any, dict[str, Any]]]:
     pieces = {"PARTS": 0, "H_PARTS": 0, "PIECES": 4}
     found.append((folded._gated_mul, {**pieces, "GELU": False}))
     found.append((folded._rope_write, {**pieces, **HEAD}))
+    found.append((folded._rope_write, {**pieces, **HEAD, "K": 8, "HEADS": 8}))
     for rows, splits, ends in (("uniform", 4, False), ("single", 1, False), ("longer", 1, True)):
         shape = {"BLOCK_M": 16 if rows != "longer" else 64, "BLOCK_Q": 1, "BLOCK_C": 32}
         form = {"ROWS": rows, "SPLITS": splits, "ENDS": ends}

@@ -385,6 +385,24 @@ def test_rope_write_with_deltas(T, N, K, H, share, norm, dtype, tolerance) -> No
     assert torch.equal(got.cpu()[bare], base) or (norm and close(got[bare], base, tolerance))
 
 
+def test_heads_that_a_program_rotates_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    T, N, K, H, found = 9, 8, 4, 16, []
+    sizes = (N * H, K * H, K * H)
+    x, w = random(T, 32, dtype=HALF), random(sum(sizes), 32, dtype=HALF)
+    lora, place = deltas(T, 32, sizes, 40, HALF), torch.arange(T).to(DEVICE)
+    y, h = shrunk_parts(x, w, lora)
+    cos, sin = rope_table(RopeConfig(share=0.5), H, place, HALF)
+    for heads in (1, 2, 4):
+        monkeypatch.setattr(folded, "rope_shape", lambda *_, heads=heads: (heads, None))
+        kv = torch.zeros((2, T, 1, K, H), dtype=HALF, device=DEVICE)
+        q = folded.rope_write_(kv, y, cos, sin, None, place, 1e-6, Shrunk(h, lora))
+        found.append((q, kv))
+    for q, kv in found[1:]:
+        assert torch.equal(q, found[0][0])
+        assert torch.equal(kv, found[0][1])
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), DTYPES, ids=str)
 @pytest.mark.parametrize(
     ("N", "K", "H", "share", "norm", "parts"),
