@@ -41,8 +41,8 @@ def test_other_errors_are_left_alone() -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
 def test_heads_that_fit_no_multiprocessor() -> None:
-    H = 4096
-    q, kv = torch.zeros(3, 1, H, device="cuda"), torch.zeros(2, 1, 16, 1, H, device="cuda")
+    H, where = 1024, {"device": "cuda", "dtype": torch.bfloat16}
+    q, kv = torch.zeros(3, 1, H, **where), torch.zeros(2, 1, 16, 1, H, **where)
     index = [torch.tensor(x, dtype=torch.int32, device="cuda") for x in ([0, 3], [3], [[0]])]
-    with pytest.raises(KernelError, match=r"paged_attention: no kernel for .*\[3, 1, 4096\]"):
+    with pytest.raises(KernelError, match=r"paged_attention: no kernel for .*\[3, 1, 1024\]"):
         paged_attention(q, kv, *index, 1.0)
