@@ -140,8 +140,8 @@ def gated_mul(y: Tensor, dtype: torch.dtype, gelu: bool = False) -> Tensor:
 
 @triton.jit
 def turned(x, partner, cos, sin):
-    """Of two products the second is rounded, said, as a compiler else may choose another one in
-    each kernel."""
+    """x cos + partner sin. It says which of the products is rounded: else a compiler chooses, and
+    may choose the other one in the next kernel."""
     return tl.fma(x, cos, partner * sin)
 
 
