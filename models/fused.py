@@ -1,8 +1,9 @@
 """The dense decoder in our own kernels: `decoder.forward` in as few as there are dependencies.
 
 Between two products lies one kernel, which joins the addends of the first one (`lora_linear`), adds
-what adapters have left to add (`shrunk_linear`) and does all the elementwise work. On a GPU they
-are Triton's, on a CPU C's (float32 alone). There is nothing left for a compiler to fuse, so none
+what adapters have left to add (`shrunk_linear`) and does all the elementwise work; of many tokens
+`gated_linear` does it within the product. On a GPU they are Triton's, on a CPU C's (float32 alone).
+There is nothing left for a compiler to fuse, so none
 has to be waited for; each is an op that one can trace (models/compiled.py). T token rows, D hidden,
 V vocabulary, S sampled rows.
 """

@@ -241,12 +241,12 @@ def num_splits(num_rows: int, num_kv_heads: int) -> int:
 
 
 def tile_shape(
-    few: bool, split: bool, long: bool, BLOCK_H: int, wide: bool
+    few: bool, split: bool, T: int, R: int, BLOCK_H: int, wide: bool
 ) -> tuple[int, int, int, int]:
-    """(BLOCK_M, BLOCK_C, warps, stages), for rows of one query or of more, by what was fastest on
-    an H200: Llama 8B's 256 rows of 540 tokens take 137 us (a copy's rate: 134), of 640 158 (159),
-    with tiles of 64 keys and two warps 160 and 162. Four prompts of 2,048 tokens take 401 us,
-    sixteen of 512 161, each with the other's tiles 441 and 174."""
+    """(BLOCK_M, BLOCK_C, warps, stages), for rows of one query (`few`) or of more, by what was
+    fastest on an H200: Llama 8B's 256 rows of 540 tokens take 137 us (a copy's rate: 134), of 640
+    158 (159), with tiles of 64 keys and two warps 160 and 162. Four prompts of 2,048 tokens take
+    401 us, sixteen of 512 161, each with the other's tiles 441 and 174."""
     if wide:
         return 16, 32, 4, 1
     if few and BLOCK_H > 128:
@@ -255,7 +255,7 @@ def tile_shape(
         return (16, 64, 2, 3) if split else (16, 32, 1, 3)
     if BLOCK_H > 128:
         return 64, 32, 8, 2
-    return 128, 64 if long else 32, 4, 3
+    return 128, 64 if T >= LONG * R else 32, 4, 3
 
 
 def launch(
@@ -293,7 +293,7 @@ def launch(
     for rows in kinds:
         few = rows in ("uniform", "single")
         own = None if rows == "single" else shape
-        chosen = own or tile_shape(few, Z > 1, T >= LONG * R, BLOCK_H, wide)
+        chosen = own or tile_shape(few, Z > 1, T, R, BLOCK_H, wide)
         BLOCK_M, BLOCK_C, warps, stages = chosen
         BLOCK_M = max(BLOCK_M, triton.next_power_of_2(G))
         _attend[(R, K, Z) if few else (T // (BLOCK_M // G) + R + 1, K, 1)](

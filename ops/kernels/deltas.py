@@ -57,6 +57,22 @@ def b_of(b_ptr, row, n, N, b_row, EVEN: tl.constexpr):
 
 
 @triton.jit
+def next_block(
+    start, i, here, N, BLOCKS: tl.constexpr, BLOCK_N: tl.constexpr, EVEN: tl.constexpr
+):  # fmt: skip
+    """Outputs of the block behind block i of a program, where a tile's tokens have them, and
+    whether there is one."""
+    n = start + (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    more = (i + 1 < BLOCKS) & (start + (i + 1) * BLOCK_N < N)
+    live = (here & more)[:, None]
+    if EVEN:
+        n = tl.max_contiguous(tl.multiple_of(n, BLOCK_N), BLOCK_N)
+    else:
+        live &= (n < N)[None, :]
+    return n, live, more
+
+
+@triton.jit
 def nothing(M: tl.constexpr, N: tl.constexpr):
     """Minus zeros, which change no bit of a sum. As bits: triton takes the sign off the literal."""
     return tl.full((M, N), -2147483648, tl.int32).to(tl.float32, bitcast=True)
@@ -169,13 +185,7 @@ def _expand(
         if ADD:
             acc = next_y.to(tl.float32)
         if BLOCKS > 1:
-            n = start + (i + 1) * BLOCK_N + tl.arange(0, BLOCK_N)
-            more = (i + 1 < BLOCKS) & (start + (i + 1) * BLOCK_N < O)
-            live = (here & more)[:, None]
-            if EVEN:
-                n = tl.max_contiguous(tl.multiple_of(n, BLOCK_N), BLOCK_N)
-            else:
-                live &= (n < O)[None, :]
+            n, live, more = next_block(start, i, here, O, BLOCKS, BLOCK_N, EVEN)
             next_b = b_of(b_ptr, tl.where(more, row, -1), n, O, O, EVEN)
             if ADD:
                 next_y = tl.load(y_of_t + n[None, :], mask=live, other=0.0)
@@ -228,9 +238,9 @@ def shrink(x_TD: Tensor, deltas: Deltas) -> Tensor:
 
 
 def shrink_shape(T: int, D: int, S: int, wide: bool) -> tuple[int, int, int, int, int]:
-    """(BLOCK_N, BLOCK_D, splits, warps, stages), by what was fastest on an H200: at 8,448 tokens of
-    Llama 8B and adapters of rank 16 qkv 29 us, with columns for two slices at a time 41; down 66,
-    with columns for two slices 74."""
+    """(BLOCK_N, BLOCK_D, splits, warps, stages), by what was fastest on an H200, for adapters of
+    rank 16 columns of all slices at once: at 8,448 tokens of Llama 8B qkv 31 us, out 25, gate_up
+    27, down 66 (67 with twice the columns)."""
     if wide:
         return 64, 32, 8 if T <= 512 and D >= 2048 else 1, 4, 2
     if T <= 512:  # each addend costs the reader, so 4 are faster than 8, though not here

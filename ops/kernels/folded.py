@@ -18,6 +18,7 @@ from purestep.ops.kernels.deltas import (
     b_of,
     h_start,
     h_strides,
+    next_block,
     shrunk_of,
     tile_of,
 )
@@ -96,13 +97,7 @@ def _gated_mul(
             next_b_up,
         )
         now, live_now = f, live
-        f = start + (i + 1) * BLOCK_N + n
-        more = (i + 1 < BLOCKS) & (start + (i + 1) * BLOCK_N < F)
-        live = (here & more)[:, None]
-        if EVEN:
-            f = tl.max_contiguous(tl.multiple_of(f, BLOCK_N), BLOCK_N)
-        else:
-            live &= (f < F)[None, :]
+        f, live, more = next_block(start, i, here, F, BLOCKS, BLOCK_N, EVEN)
         at_y = t[:, None] * y_row + f[None, :]
         next_gate = _addend(y_ptr, slab, at_y, live, PARTS)
         next_up = _addend(y_ptr, slab, at_y + F, live, PARTS)
@@ -129,7 +124,7 @@ def gated_shape(T: int, wide: bool) -> tuple[int, int, int, int, int | None]:
     """(BLOCK_T, BLOCK_N, BLOCKS, warps, registers of a thread), by what was fastest on an H200: for
     Llama 8B's MLP and 8 adapters at 256 rows 0.5 us over the base's, one block at a time 2 (with B
     in the cache; 5 in a step, where it is not); at 8,448 227 us (the base's 180), with pieces of 32
-    tokens 230, whole tiles of 64 258, one block at a time 339."""
+    tokens 230; at 8,192 these 236, whole tiles of 64 258, one block at a time 339."""
     if wide:
         return 16, 32, 1, 4, None
     if tile_size(T) > 16:
@@ -179,6 +174,39 @@ def _scaled(x, scale, w_ptrs, mask, DTYPE: tl.constexpr):
     """Normed, rounded, times the weights, rounded."""
     w = tl.load(w_ptrs, mask=mask, other=0.0).to(tl.float32)[None, :]
     return ((x * scale).to(DTYPE).to(tl.float32) * w).to(DTYPE).to(tl.float32)
+
+
+@triton.jit
+def _plus_chunk(
+    x1, x2, rest, h, row_b, there, c, r,
+    H: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """A head's parts and what another chunk of an adapter's rows adds to them."""
+    in_c, in_r = (c < C // 2)[None, :], (r < H - C)[None, :]
+    b = tl.load(row_b + c[None, :], mask=there & in_c, other=0.0)
+    x1 = tl.dot(h, b, x1, input_precision=PRECISION)
+    b = tl.load(row_b + C // 2 + c[None, :], mask=there & in_c, other=0.0)
+    x2 = tl.dot(h, b, x2, input_precision=PRECISION)
+    if C < H:
+        b = tl.load(row_b + C + r[None, :], mask=there & in_r, other=0.0)
+        rest = tl.dot(h, b, rest, input_precision=PRECISION)
+    return x1, x2, rest
+
+
+@triton.jit
+def _normed(
+    x1, x2, rest, w_row, c, r, eps, H: tl.constexpr, C: tl.constexpr, DTYPE: tl.constexpr
+):  # fmt: skip
+    """A head's parts, normed together."""
+    square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
+    if C < H:
+        square += tl.sum(rest * rest, 1)
+    scale = tl.rsqrt(square / H + eps)[:, None]
+    x1 = _scaled(x1, scale, w_row + c, c < C // 2, DTYPE)
+    x2 = _scaled(x2, scale, w_row + C // 2 + c, c < C // 2, DTYPE)
+    if C < H:
+        rest = _scaled(rest, scale, w_row + C + r, r < H - C, DTYPE)
+    return x1, x2, rest
 
 
 @triton.jit
@@ -254,7 +282,7 @@ def _rope_write(
     for i in range(HEADS):
         n = begin + i
         x1, x2 = next_x1.to(tl.float32), next_x2.to(tl.float32)
-        b1, b2 = next_b1, next_b2
+        rest, b1, b2 = x2, next_b1, next_b2  # where all turn there is no rest
         if C < H:
             at_rest = (t * y_row + n * H + C)[:, None] + r[None, :]
             rest = _addend(y_ptr, slab, at_rest, live_r, PARTS).to(tl.float32)
@@ -275,27 +303,13 @@ def _rope_write(
             h = shrunk_of(h_of_t, here, at, row_c, h_slab, H_PARTS, DTYPE)
             row_b = b_ptr + (row_c.to(tl.int64) * width + n * H)[:, None]
             there = (row_c >= 0)[:, None]
-            b = tl.load(row_b + c[None, :], mask=there & in_c, other=0.0)
-            x1 = tl.dot(h, b, x1, input_precision=PRECISION)
-            b = tl.load(row_b + HALF + c[None, :], mask=there & in_c, other=0.0)
-            x2 = tl.dot(h, b, x2, input_precision=PRECISION)
-            if C < H:
-                b = tl.load(row_b + C + r[None, :], mask=there & in_r, other=0.0)
-                rest = tl.dot(h, b, rest, input_precision=PRECISION)
+            x1, x2, rest = _plus_chunk(x1, x2, rest, h, row_b, there, c, r, H, C, PRECISION)
         x1, x2 = x1.to(DTYPE).to(tl.float32), x2.to(DTYPE).to(tl.float32)
         if C < H:
             rest = rest.to(DTYPE).to(tl.float32)
         if NORM:
             if turns:
-                square = tl.sum(x1 * x1, 1) + tl.sum(x2 * x2, 1)
-                if C < H:
-                    square += tl.sum(rest * rest, 1)
-                scale = tl.rsqrt(square / H + eps)[:, None]
-                w_row = norm_ptr + n * H
-                x1 = _scaled(x1, scale, w_row + c, c < HALF, DTYPE)
-                x2 = _scaled(x2, scale, w_row + HALF + c, c < HALF, DTYPE)
-                if C < H:
-                    rest = _scaled(rest, scale, w_row + C + r, r < H - C, DTYPE)
+                x1, x2, rest = _normed(x1, x2, rest, norm_ptr + n * H, c, r, eps, H, C, DTYPE)
         o1 = tl.where(turns, turned(x1, -x2, cos1, sin1), x1).to(DTYPE)
         o2 = tl.where(turns, turned(x2, x1, cos2, sin2), x2).to(DTYPE)
         if n < N:
@@ -312,10 +326,10 @@ def _rope_write(
 def rope_shape(T: int, N: int, K: int) -> tuple[int, int | None]:
     """(HEADS, registers of a thread), by what was fastest on an H200: 8,448 tokens of Llama 8B take
     96 us (the base's 61), one head at a time 130; 256 rows 5.6, one at a time 5.9."""
-    heads, registers = (
-        (1, 80) if T <= 64 else (2, None) if tile_size(T) == ROPE_TOKENS else (8, 128)
-    )
-    return math.gcd(heads, N, K), registers
+    if T <= 64:
+        return 1, 80
+    many = tile_size(T) > ROPE_TOKENS
+    return math.gcd(8 if many else 2, N, K), 128 if many else None
 
 
 def rope_write_(
@@ -327,14 +341,16 @@ def rope_write_(
     kv_index_T: Tensor,
     eps: float,
     shrunk: Shrunk,
+    shape: tuple[int, int | None] | None = None,
 ) -> Tensor:
+    """`shape` is (HEADS, registers of a thread)."""
     deltas = shrunk.deltas
     T, K, H, C = y.shape[-2], kv.shape[3], kv.shape[4], cos_TC.shape[1]
     N = deltas.b_PO.shape[1] // H - 2 * K
     q_TNH = torch.empty((T, N, H), dtype=kv.dtype, device=y.device)
     X, size = deltas.token_XI.shape
     PIECES = size // ROPE_TOKENS
-    HEADS, registers = rope_shape(T, N, K)
+    HEADS, registers = shape or rope_shape(T, N, K)
     _rope_write[((N + 2 * K) // HEADS, X * PIECES)](
         y,
         q_TNH,

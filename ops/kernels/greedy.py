@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# On an H200 256 rows of 128,256 take 43 us (a copy's rate would be 31), 8 rows 4.5.
+# On an H200 256 rows of 128,256 take 43 us, in a step 51 (a copy's rate would be 31), 8 rows 4.5.
 PIECE = 2048
 
 
